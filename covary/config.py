@@ -1,0 +1,590 @@
+"""The run configuration: a recipe is read, overridden, checked strictly and written back resolved.
+
+A mistake is told before any model is loaded, in one line that lists everything found wrong. Values
+are JSON-like and never coerced: quoted `"7"` is text, `1e-5` is a number, `yes` is text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import re
+import reprlib
+import types
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+import yaml
+from pydantic import ConfigDict, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
+
+from covary.settings import Checkpoint, Engine, Eval, Log, Model, Optimizer, Rollout, Text
+from covary.types import UserError
+
+if TYPE_CHECKING:
+    from covary.batch import Algorithm
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """A checked recipe; field names are the recipe's top-level keys.
+
+    Attributes:
+        out: run folder. None: the caller names one.
+        seed: of everything random in the run.
+        steps: rollout iterations. Exactly one of `steps` and `epochs` is set.
+        epochs: times that the training prompts are gone through.
+        model: the policy to start from.
+        task: an instance of one of `covary.tasks.TASKS`.
+        reward: training grader, by name or as `path/to/file.py:name`. None: the task's own.
+        algorithm: an instance of one of `covary.algorithms.ALGORITHMS`.
+        rollout: how completions are made.
+        optimizer: AdamW, and how a rollout is cut into updates.
+        engine: how scores and gradients are computed.
+        reference: the model behind `reference` streams, see `reference_model`. None: old.
+        teacher: always None; no algorithm of this version reads a teacher.
+        eval: evaluation on the test split.
+        checkpoint: when to save.
+        log: what to report.
+        doctor: always off in this version.
+    """
+
+    out: Text | None = None
+    seed: int = 0
+    steps: PositiveInt | None = None
+    epochs: PositiveFloat | None = None
+    model: Model = Model()
+    task: Any
+    reward: Text | None = None
+    algorithm: Algorithm
+    rollout: Rollout = Rollout()
+    optimizer: Optimizer = Optimizer()
+    engine: Engine = Engine()
+    reference: Literal["old", "initial"] | None = None
+    teacher: None = None
+    eval: Eval = Eval()
+    checkpoint: Checkpoint = Checkpoint()
+    log: Log = Log()
+    doctor: Literal["off"] = "off"
+
+
+RESUMABLE = frozenset({"steps", "eval", "checkpoint", "log"})
+"""Top-level keys that a resumed run may change."""
+
+# `Algorithm` is not imported at run time (its module loads torch), so the hints have Any in its place.
+_HINTS: dict[str, Any] = get_type_hints(RunConfig, localns={"Algorithm": Any}, include_extras=True)
+_SECTIONS: dict[str, type] = {
+    key: hint
+    for key, hint in _HINTS.items()
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type)
+}
+_NAMED = ("task", "algorithm")  # sections whose `name` says which fields they have
+_STRICT = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+# ---- reading -------------------------------------------------------------------------------------
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML with JSON's scalars: PyYAML's YAML 1.1 reads `1e-5` as text, `010` as 8, `no` as false.
+
+    A key given twice is an error. Lists and mappings are built at once, so that PyYAML refuses an
+    anchor that contains itself.
+    """
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (PyYAML's name)
+
+    def mapping(self, node: yaml.MappingNode) -> dict[str, Any]:
+        built: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            key = self.construct_object(key_node, deep=True)
+            mark = key_node.start_mark
+            if not isinstance(key, str):
+                raise yaml.MarkedYAMLError(
+                    problem=f"a key must be text, got {_got(key)}", problem_mark=mark
+                )
+            if key in built:
+                raise yaml.MarkedYAMLError(
+                    problem=f"the key {key!r} is given twice", problem_mark=mark
+                )
+            built[key] = self.construct_object(value_node, deep=True)
+        return built
+
+    def sequence(self, node: yaml.SequenceNode) -> list[Any]:
+        return self.construct_sequence(node, deep=True)
+
+    def integer(self, node: yaml.ScalarNode) -> int:
+        return int(node.value)
+
+    def number(self, node: yaml.ScalarNode) -> float:
+        value = float(node.value)
+        if math.isinf(value):
+            raise yaml.MarkedYAMLError(
+                problem=f"{node.value} is too large", problem_mark=node.start_mark
+            )
+        return value
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes every text that either YAML 1.1 or our loader would read as something else."""
+
+
+_SCALARS = {
+    "tag:yaml.org,2002:null": (r"(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
+    "tag:yaml.org,2002:bool": (r"(?:true|True|TRUE|false|False|FALSE)$", list("tTfF")),
+    "tag:yaml.org,2002:int": (r"[-+]?(?:0|[1-9][0-9]*)$", list("-+0123456789")),
+    "tag:yaml.org,2002:float": (
+        r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?$",
+        list("-+.0123456789"),
+    ),
+}
+for _tag, (_pattern, _first) in _SCALARS.items():
+    _Loader.add_implicit_resolver(_tag, re.compile(_pattern), _first)
+    _Dumper.add_implicit_resolver(_tag, re.compile(_pattern), _first)
+_Loader.add_constructor("tag:yaml.org,2002:map", _Loader.mapping)
+_Loader.add_constructor("tag:yaml.org,2002:seq", _Loader.sequence)
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.integer)
+_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.number)
+
+
+def load_recipe(path: str | Path) -> dict[str, Any]:
+    """The recipe file's content, unchecked.
+
+    Raises:
+        UserError: no such file, or not one YAML mapping with distinct keys (file and line).
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text (byte {error.start})") from error
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot read the recipe: {(error.strerror or str(error)).lower()}"
+        ) from error
+    try:
+        data = yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, ValueError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else str(path)
+        raise UserError(f"{where}: {_yaml_problem(error)}") from error
+    if not isinstance(data, dict):
+        raise UserError(f"{path}: a recipe is a mapping of {', '.join(_HINTS)}; got {_got(data)}")
+    return data
+
+
+def _yaml_problem(error: Exception) -> str:
+    return " ".join(str(getattr(error, "problem", None) or error).split())
+
+
+def apply_overrides(data: Mapping[str, Any], overrides: list[str]) -> dict[str, Any]:
+    """A copy of `data` with `key.key=value` applied in order; values are YAML, missing sections are made.
+
+    Keys are not judged here: `validate` does. So `algorithm.name=grpo` keeps the other keys of
+    `algorithm`, and one that grpo lacks is reported rather than dropped.
+
+    Raises:
+        UserError: an override that is not `key=value`, a value that is not YAML, or a path through
+            something that is not a section.
+    """
+    result = deepcopy(dict(data))
+    for override in overrides:
+        path, equals, text = override.partition("=")
+        keys = path.strip().split(".")
+        if not equals or not all(keys):
+            raise UserError(
+                f"{override!r}: an override is key=value, such as algorithm.beta=0.2 or steps=12"
+            )
+        try:
+            value = yaml.load(text, Loader=_Loader)
+        except (yaml.YAMLError, ValueError) as error:
+            raise UserError(
+                f"{override!r}: the value is not YAML: {_yaml_problem(error)}"
+            ) from error
+        section = result
+        for depth, key in enumerate(keys[:-1], 1):
+            if section.get(key) is None:
+                section[key] = {}
+            section = section[key]
+            if not isinstance(section, dict):
+                raise UserError(
+                    f"{override!r}: {'.'.join(keys[:depth])} is not a section, it is {_got(section)}"
+                )
+        section[keys[-1]] = value
+    return result
+
+
+# ---- checking ------------------------------------------------------------------------------------
+
+
+def validate(data: Mapping[str, Any], *, where: str) -> RunConfig:
+    """The checked configuration of a recipe's content.
+
+    Args:
+        data: top-level keys; a section is a mapping or null. `task` and `algorithm` may also be built
+            objects, as in `covary.train(algorithm=covary.GVPO(beta=0.1))`.
+        where: what a message names first: the recipe's file, or the function that was called.
+
+    Raises:
+        UserError: one line with every problem found. Rules between keys are checked where the keys
+            themselves are right.
+    """
+    problems: list[str] = []
+    classes: dict[str, type] = dict(_SECTIONS)
+    for section in _NAMED:
+        chosen = _named_class(section, data.get(section), problems)
+        if chosen is not None:
+            classes[section] = chosen
+    keys = {"": tuple(_HINTS), **{section: _field_names(cls) for section, cls in classes.items()}}
+    for section in _NAMED:
+        keys[section] = ("name", *keys.get(section, ()))
+    problems += [_unknown_key("", key, keys) for key in data if key not in _HINTS]
+
+    built: dict[str, Any] = {}
+    for section, cls in classes.items():
+        _build_section(section, cls, data.get(section), keys, built, problems)
+    for key, hint in _HINTS.items():
+        if key in _SECTIONS or key in _NAMED:
+            continue
+        if data.get(key) is None:
+            built[key] = getattr(RunConfig, key)
+        elif key == "teacher":
+            problems.append(
+                "teacher: no algorithm of this version reads a teacher; leave the key out"
+            )
+        else:
+            _set_checked(built, key, hint, data[key], key, problems)
+    problems += _conflicts(built)
+    if problems:
+        raise UserError(f"{where}: {'; '.join(problems)}")
+    return RunConfig(**built)
+
+
+def _table(section: str) -> dict[str, Any]:
+    """The classes that a named section chooses from. Imported here: `covary.algorithms` loads torch."""
+    if section == "algorithm":
+        from covary.algorithms import ALGORITHMS
+
+        return dict(ALGORITHMS)
+    from covary.tasks import TASKS
+
+    return dict(TASKS)
+
+
+def _is_built(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _named_class(section: str, value: Any, problems: list[str]) -> type | None:
+    table = _table(section)
+    if _is_built(value):
+        return type(value)
+    valid = ", ".join(table)
+    if value is None:
+        problems.append(f"{section}: is required; {section}.name takes one of {valid}")
+    elif not isinstance(value, Mapping):
+        problems.append(
+            f"{section}: takes a mapping with a name (one of {valid}) and its settings, got {_got(value)}"
+        )
+    elif value.get("name") is None:
+        problems.append(f"{section}.name: is required; one of {valid}")
+    elif not isinstance(value["name"], str):
+        problems.append(f"{section}.name: takes one of {valid}, got {_got(value['name'])}")
+    elif value["name"] not in table:
+        near = _nearest(value["name"], table)
+        hint = f"did you mean {near}? " if near else ""
+        problems.append(
+            f"{section}.name: unknown {section} {value['name']!r}; {hint}valid names: {valid}"
+        )
+    else:
+        return table[value["name"]]
+    return None
+
+
+def _field_names(cls: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(cls) if field.init)
+
+
+def _build_section(
+    section: str,
+    cls: Any,
+    value: Any,
+    keys: Mapping[str, tuple[str, ...]],
+    built: dict[str, Any],
+    problems: list[str],
+) -> None:
+    """Puts an instance into `built[section]`, or says in `problems` why not."""
+    if _is_built(value):
+        built[section] = value
+        return
+    if value is None:
+        value = {}
+    if not isinstance(value, Mapping):
+        problems.append(
+            f"{section}: takes a mapping of {', '.join(keys[section])}, got {_got(value)}"
+        )
+        return
+    problems += [_unknown_key(section, key, keys) for key in value if key not in keys[section]]
+    hints = get_type_hints(cls, include_extras=True)
+    fields = [field for field in dataclasses.fields(cls) if field.init]
+    values: dict[str, Any] = {}
+    found = len(problems)
+    for field in fields:
+        path = f"{section}.{field.name}"
+        if field.name in value:
+            _set_checked(values, field.name, hints[field.name], value[field.name], path, problems)
+        elif field.default is field.default_factory is dataclasses.MISSING:
+            problems.append(f"{path}: is required; takes {_takes(hints[field.name])}")
+    if len(problems) > found:
+        return
+    try:
+        built[section] = cls(**values)
+    except ValueError as error:  # the dataclass's own ranges, some of which name the key in full
+        problems.append(str(error) if str(error).startswith(section) else f"{section}: {error}")
+
+
+def _set_checked(
+    target: dict[str, Any], key: str, hint: Any, value: Any, path: str, problems: list[str]
+) -> None:
+    """Puts the value into `target[key]` if it has the declared type and range, without coercion."""
+    try:
+        # JSON's strict mode is the one in which a list may become a tuple and nothing else changes.
+        target[key] = TypeAdapter(hint, config=_STRICT).validate_json(json.dumps(value))
+    except (ValidationError, TypeError, ValueError):
+        problems.append(f"{path}: takes {_takes(hint)}, got {_got(value)}")
+
+
+def _conflicts(built: Mapping[str, Any]) -> Iterator[str]:
+    """Rules between keys; a key that was itself wrong is absent from `built`."""
+    model: Model | None = built.get("model")
+    rollout: Rollout | None = built.get("rollout")
+    optimizer: Optimizer | None = built.get("optimizer")
+    algorithm: Algorithm | None = built.get("algorithm")
+
+    if (
+        "steps" in built
+        and "epochs" in built
+        and (built["steps"] is None) == (built["epochs"] is None)
+    ):
+        missing = built["steps"] is None
+        yield "steps: set steps or epochs" if missing else "steps: set steps or epochs, not both"
+    if model and model.dtype == "bfloat16":
+        yield (
+            "model.dtype: trained weights are float32 master weights; "
+            "to compute in bfloat16 set engine.autocast: bfloat16"
+        )
+    if optimizer and optimizer.warmup > 1 and not optimizer.warmup.is_integer():
+        yield (
+            "optimizer.warmup: takes a share of the steps (below 1) or a whole number of steps, "
+            f"got {optimizer.warmup}"
+        )
+    if optimizer and rollout and optimizer.prompts and rollout.prompts % optimizer.prompts:
+        divisors = [n for n in range(1, rollout.prompts + 1) if rollout.prompts % n == 0]
+        nearest = sorted(sorted(divisors, key=lambda n: abs(n - (optimizer.prompts or 0)))[:2])
+        yield (
+            f"optimizer.prompts: must divide rollout.prompts ({rollout.prompts}), got {optimizer.prompts}; "
+            f"nearest: {', '.join(map(str, nearest))}"
+        )
+    if rollout and rollout.engine == "dataset":
+        for name in ("temperature", "max_regenerations"):
+            if getattr(rollout, name) != getattr(Rollout, name):
+                yield f"rollout.{name}: would be ignored, rollout.engine: dataset samples nothing"
+    if algorithm is None:
+        return
+    name = _name_of("algorithm", algorithm)
+    if rollout and rollout.completions < algorithm.min_group:
+        yield (
+            f"rollout.completions: {name} needs at least {algorithm.min_group} completions per prompt, "
+            f"got rollout.completions: {rollout.completions}"
+        )
+    if rollout and algorithm.offline and rollout.engine != "dataset":
+        yield f"rollout.engine: {name} learns from given completions: set rollout.engine: dataset"
+    if rollout and rollout.engine == "dataset" and not (algorithm.offline or algorithm.any_sampler):
+        yield f"rollout.engine: {name} needs samples of its own policy: set rollout.engine: transformers"
+    if built.get("reward") is not None and not algorithm.needs_reward:
+        yield f"reward: would be ignored, {name} trains without a reward; to grade evaluation set eval.reward"
+    if built.get("reference") is not None and not _reads_reference(algorithm):
+        yield f"reference: would be ignored, {name} reads no reference model"
+
+
+def _reads_reference(algorithm: Algorithm) -> bool:
+    return any("reference" in score.models for score in algorithm.frozen)
+
+
+def _unknown_key(section: str, key: Any, keys: Mapping[str, tuple[str, ...]]) -> str:
+    """What is wrong with a key, and where it belongs or what it was meant to be.
+
+    Args:
+        section: where it stands, "" for the top level.
+        key: the key.
+        keys: the valid keys of every section.
+    """
+    path, key = _dotted(section, key), str(key)
+    homes = [home for home, names in keys.items() if key in names and home != section]
+    if homes:
+        places = [f"under {home}" if home else "at the top level" for home in homes]
+        return f"{path}: unknown key; belongs {' or '.join(places)}"
+    near = _nearest(key, keys[section])
+    meant = [_dotted(section, near)] if near else []
+    if not near:
+        meant = [
+            _dotted(home, near) for home, names in keys.items() if (near := _nearest(key, names))
+        ]
+    hint = f"did you mean {' or '.join(meant)}? " if meant else ""
+    return f"{path}: unknown key; {hint}valid keys: {', '.join(keys[section])}"
+
+
+def _dotted(section: str, key: Any) -> str:
+    return f"{section}.{key}" if section else str(key)
+
+
+def _nearest(word: str, valid: Mapping[str, Any] | tuple[str, ...]) -> str | None:
+    """The valid name closest in spelling, or the one that abbreviates `word` (learning_rate: lr)."""
+    word = word.lower().replace("-", "_")
+    close = difflib.get_close_matches(word, valid, n=1)
+    initials = "".join(part[0] for part in word.split("_") if part)
+    return close[0] if close else next((name for name in valid if name == initials), None)
+
+
+def _takes(hint: Any) -> str:
+    """A type annotation in a user's words."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _in_range(_takes(args[0]), args[1:])
+    if origin is Literal:
+        return f"one of {', '.join(map(str, args))}" if len(args) > 1 else f"only {args[0]}"
+    if origin in (Union, types.UnionType):
+        return " or ".join(_takes(arg) for arg in args)
+    if origin is list or (origin is tuple and args[-1] is Ellipsis):
+        return f"a list (each: {_takes(args[0])})"
+    if origin is tuple:
+        return f"a list of {len(args)} (each: {_takes(args[0])})"
+    if origin is dict:
+        return "a mapping" if args[1] is Any else f"a mapping (each: {_takes(args[1])})"
+    words = {
+        int: "an integer",
+        float: "a number",
+        str: "text",
+        bool: "true or false",
+        type(None): "null",
+    }
+    return {**words, list: "a list", dict: "a mapping", Any: "any value"}[hint]
+
+
+def _in_range(noun: str, constraints: tuple[Any, ...]) -> str:
+    """`noun` with the limits of pydantic's constraints (a Field holds several)."""
+    limits = [limit for item in constraints for limit in getattr(item, "metadata", [item])]
+    if any(getattr(limit, "min_length", 0) for limit in limits):
+        noun = f"non-empty {noun}"
+    words = {"gt": "above", "ge": "from", "lt": "below", "le": "up to"}
+    bounds = [
+        f"{words[name]} {getattr(limit, name)}"
+        for limit in limits
+        for name in words
+        if hasattr(limit, name)
+    ]
+    return " ".join([noun, " and ".join(bounds)]).strip()
+
+
+def _got(value: Any) -> str:
+    """A given value in a user's words."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    kinds = {str: "the text ", dict: "the mapping ", list: "the list "}
+    return f"{kinds.get(type(value), '')}{reprlib.repr(value)}"
+
+
+# ---- writing and reading off ---------------------------------------------------------------------
+
+
+def to_dict(config: RunConfig) -> dict[str, Any]:
+    """The configuration as plain data, every setting spelled out. `validate` gives it back."""
+    result: dict[str, Any] = {}
+    for key in _HINTS:
+        value = getattr(config, key)
+        if key in _NAMED:
+            value = {"name": _name_of(key, value), **_fields(value)}
+        elif key in _SECTIONS:
+            value = _fields(value)
+        result[key] = value
+    return result
+
+
+def to_yaml(config: RunConfig) -> str:
+    """The resolved recipe: rerunning it reruns the run."""
+    return yaml.dump(to_dict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def _fields(section: Any) -> dict[str, Any]:
+    return {name: deepcopy(getattr(section, name)) for name in _field_names(section)}
+
+
+def _name_of(section: str, value: Any) -> str:
+    """The recipe's name of a task or algorithm; a class of the caller's own has only its Python name."""
+    names = {cls: name for name, cls in _table(section).items()}
+    cls = type(value)
+    return names.get(cls, f"{cls.__module__}:{cls.__qualname__}")
+
+
+def changed_keys(a: RunConfig, b: RunConfig) -> list[str]:
+    """Dotted keys whose values differ, in the order of the recipe's keys."""
+    before, after = dict(_leaves(to_dict(a))), dict(_leaves(to_dict(b)))
+    absent = object()
+    return [key for key in {**before, **after} if before.get(key, absent) != after.get(key, absent)]
+
+
+def _leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in data.items():
+        path = _dotted(prefix, key)
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(cast("Mapping[str, Any]", value), path)
+        else:
+            yield path, value
+
+
+def updates_per_rollout(config: RunConfig) -> int:
+    """Optimizer updates a step."""
+    optimizer, rollout = config.optimizer, config.rollout
+    return rollout.prompts // (optimizer.prompts or rollout.prompts) * optimizer.passes
+
+
+def reference_model(config: RunConfig) -> Literal["old", "initial"]:
+    """The model that `reference` streams read."""
+    return config.reference or "old"
+
+
+def warnings_for(config: RunConfig) -> list[str]:
+    """What is allowed and probably not meant, one line each."""
+    warnings: list[str] = []
+    if (
+        updates_per_rollout(config) == 1
+        and reference_model(config) == "old"
+        and _reads_reference(config.algorithm)
+    ):
+        warnings.append(
+            "reference: the first update after a rollout has log-ratio 0, so with one update per rollout "
+            "and reference: old nothing holds the policy back; set optimizer.prompts below rollout.prompts, "
+            "optimizer.passes above 1, or reference: initial"
+        )
+    if config.steps is not None and 1 <= config.optimizer.warmup >= config.steps:
+        warnings.append(
+            f"optimizer.warmup: {config.optimizer.warmup:g} steps of warm-up in a run of {config.steps} "
+            "never reach the learning rate"
+        )
+    return warnings

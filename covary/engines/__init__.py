@@ -1,0 +1,1 @@
+"""Engines turn dloss/dscores into gradients of a model. They know no algorithm by name."""

@@ -1,0 +1,318 @@
+"""The training engine on one device: micro-batches, gradients, AdamW on float32 master weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from covary.batch import Algorithm, Batch, Scores
+from covary.collate import take_rows
+from covary.engines.two_pass import two_pass_backward
+from covary.scoring.padded import FlatScores, score_groups, sequence_lengths
+from covary.types import Group, Score
+
+
+class LocalEngine:
+    """Scores and trains one model in this process.
+
+    Attributes:
+        model: the policy, float32; dropout never acts (both sides of every ratio need the same function).
+        models: the module behind each model name. `old` is the policy before its first update of a
+            rollout: it is scored then, and no copy exists.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        initial: nn.Module | None = None,
+        reference: str = "old",
+        micro_batch_tokens: int = 8192,
+        autocast: torch.dtype | None = None,
+        logprob_temperature: float = 1.0,
+        gradient_checkpointing: bool = False,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 1.0,
+    ) -> None:
+        """Take over `model`.
+
+        Args:
+            model: a transformers causal language model.
+            initial: a frozen copy of it, where a score reads `initial`.
+            reference: what `reference` means: `old` or `initial`.
+            micro_batch_tokens: padded tokens per forward pass; a longer row runs alone.
+            autocast: dtype of matrix products, or None.
+            logprob_temperature: divides the logits of every score.
+            gradient_checkpointing: recompute activations layer by layer in the backward pass.
+            betas: AdamW's.
+            weight_decay: AdamW's, on matrices only.
+            max_grad_norm: gradients are scaled down to this norm.
+        """
+        self.model = model
+        self.models: dict[str, nn.Module] = {"policy": model, "old": model}
+        if initial is not None:
+            self.models["initial"] = initial.eval().requires_grad_(False)
+        if reference in self.models:
+            self.models["reference"] = self.models[reference]
+        self.micro_batch_tokens = micro_batch_tokens
+        self.autocast = autocast
+        self.logprob_temperature = logprob_temperature
+        self.max_grad_norm = max_grad_norm
+        self.gradient_checkpointing = gradient_checkpointing
+        model.eval()
+        if gradient_checkpointing:
+            _remove_dropout(model)
+            model.gradient_checkpointing_enable({"use_reentrant": False})  # pyright: ignore[reportCallIssue]
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        decayed = [p for p in self._parameters.values() if p.ndim >= 2]
+        others = [p for p in self._parameters.values() if p.ndim < 2]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}],
+            lr=0.0,
+            betas=betas,
+        )
+        self._examples: dict[tuple[str, str], Tensor] = {}  # per="example" scores of frozen models
+
+    @property
+    def device(self) -> torch.device:
+        """Where the policy lies."""
+        return next(self.model.parameters()).device
+
+    # -- scores ----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def score(
+        self, groups: list[Group], scores: Sequence[Score], temperature: float | None = None
+    ) -> dict[str, list[Tensor | float]]:
+        """Per score: one 1-D tensor over each row's tokens (0 where not scored), or one number per row.
+
+        On the CPU, in the row order of `collate`. `temperature` replaces the engine's own.
+        """
+        per_row = [score for score in scores if score.per == "row"]
+        results: dict[str, list[Tensor | float]] = {
+            score.name: self._example_scores(groups, score) for score in scores if score.per == "example"
+        }
+        if per_row:
+            results |= self._row_scores(groups, per_row, temperature or self.logprob_temperature)
+        return results
+
+    def _row_scores(
+        self, groups: list[Group], scores: Sequence[Score], temperature: float
+    ) -> dict[str, list[Tensor | float]]:
+        lengths = sequence_lengths(groups, scores)
+        widths = [len(completion.tokens) for group in groups for completion in group.completions]
+        results: dict[str, list[Tensor | float]] = {score.name: [0.0] * len(lengths) for score in scores}
+        for rows in _fit([[i] for i in range(len(lengths))], lengths, self.micro_batch_tokens):
+            flat = self._flat(take_rows(groups, rows), scores, temperature)
+            for score in scores:
+                if score.level == "sequence":
+                    values: list = flat[score.name].summed(len(rows)).tolist()
+                else:
+                    padded = flat[score.name].padded(len(rows), max(widths[i] for i in rows)).cpu()
+                    values = [padded[j, : widths[i]] for j, i in enumerate(rows)]
+                for i, value in zip(rows, values, strict=True):
+                    results[score.name][i] = value
+        return results
+
+    def _example_scores(self, groups: list[Group], score: Score) -> list[Tensor | float]:
+        """The reference answer's own score, once per example; remembered where the models never change."""
+        values: list[Tensor | float] = []
+        for group in groups:
+            key = (score.name, group.example.id)
+            if key not in self._examples:
+                one = replace(group, completions=group.completions[:1], rewards=None)
+                flat = self._flat([one], [score], self.logprob_temperature)
+                self._examples[key] = flat[score.name].summed(1)[0].cpu()
+            values += [float(self._examples[key])] * len(group.completions)
+            if score.models & {"policy", "old"} or "reference" in score.models:
+                del self._examples[key]
+        return values
+
+    def _flat(self, groups: list[Group], scores: Sequence[Score], temperature: float) -> dict[str, FlatScores]:
+        with self._autocast():
+            return score_groups(self.models, groups, scores, temperature)
+
+    def _autocast(self) -> AbstractContextManager:
+        return torch.autocast(self.device.type, self.autocast) if self.autocast else nullcontext()
+
+    # -- gradients -------------------------------------------------------------------------------------
+
+    def forward_backward(self, groups: list[Group], batch: Batch, algorithm: Algorithm) -> Scores:
+        """Accumulate the gradient of the loss over `batch`, whose rows are those of `groups`, in order.
+
+        Returns:
+            The detached trained scores on the CPU, (B, T) or (B,). A row whose live score was not finite
+            left the loss; its scores are returned as they were, for the caller to count.
+        """
+        batch = batch.to(self.device)
+        lengths = sequence_lengths(groups, algorithm.trained)
+        if algorithm.coupled:
+            units = [(batch.group == g).nonzero().squeeze(1).tolist() for g in batch.group.unique().tolist()]
+        else:
+            units = [[i] for i in range(len(lengths))]
+        live = _Live(self, groups, batch, algorithm)
+        if self.gradient_checkpointing:
+            self.model.train()  # transformers checkpoints in training mode only; dropout was removed
+        for rows in _fit(units, lengths, self.micro_batch_tokens):
+            parts = list(_fit([[i] for i in rows], lengths, self.micro_batch_tokens))
+            if len(parts) > 1:
+                live.two_pass(rows, parts)
+            else:
+                live.one_pass(rows)
+        self.model.eval()
+        return live.seen
+
+    def step(self, lr: float) -> float:
+        """Clip, update, clear. A non-finite gradient norm skips the update (the gradients are dropped)."""
+        norm = float(nn.utils.clip_grad_norm_(self._parameters.values(), self.max_grad_norm))
+        if norm < float("inf"):  # False for NaN too
+            for parameters in self.optimizer.param_groups:
+                parameters["lr"] = lr
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    # -- state -----------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """`model.<parameter>` and `optimizer.<parameter>.<exp_avg | exp_avg_sq | step>`."""
+        state: dict[str, Tensor] = {}
+        for name, parameter in self._parameters.items():
+            state[f"model.{name}"] = parameter.detach()
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                state[f"optimizer.{name}.{key}"] = value
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore weights and optimizer in place."""
+        for name, parameter in self._parameters.items():
+            parameter.copy_(state[f"model.{name}"])
+            moments = {
+                key: state[f"optimizer.{name}.{key}"].clone()
+                for key in ("step", "exp_avg", "exp_avg_sq")
+                if f"optimizer.{name}.{key}" in state
+            }
+            if moments:
+                for key in ("exp_avg", "exp_avg_sq"):
+                    moments[key] = moments[key].to(self.device)
+                self.optimizer.state[parameter] = moments
+
+
+class _Live:
+    """Live scores of one optimizer batch, micro-batch by micro-batch."""
+
+    def __init__(self, engine: LocalEngine, groups: list[Group], batch: Batch, algorithm: Algorithm) -> None:
+        self.engine, self.groups, self.batch, self.algorithm = engine, groups, batch, algorithm
+        self.seen: Scores = {}  # detached, whole optimizer batch, on the CPU
+
+    def scores(self, rows: Sequence[int]) -> Scores:
+        """Trained scores of some rows, with gradient where it is enabled."""
+        width = self.batch.tokens.shape[1]
+        flat = self.engine._flat(
+            take_rows(self.groups, rows), self.algorithm.trained, self.engine.logprob_temperature
+        )
+        return {
+            score.name: flat[score.name].summed(len(rows))
+            if score.level == "sequence"
+            else flat[score.name].padded(len(rows), width)
+            for score in self.algorithm.trained
+        }
+
+    def one_pass(self, rows: list[int]) -> None:
+        scores = self.scores(rows)
+        self._remember(rows, scores)
+        finite = _finite_rows(scores)
+        if not all(finite):
+            # Run again without them: a NaN inside the model would reach shared weights through the
+            # backward pass even with zero weight.
+            rows = [i for i, ok in zip(rows, finite, strict=True) if ok]
+            if not rows:
+                return
+            scores = self.scores(rows)
+        self._backward(rows, scores)
+
+    def _backward(self, rows: list[int], scores: Scores) -> None:
+        loss = self.algorithm.loss(scores, self._batch(rows, scores))
+        if loss.requires_grad:
+            loss.backward()
+
+    def two_pass(self, rows: list[int], parts: list[list[int]]) -> None:
+        known = self._known(rows)
+        if known is None:
+            with torch.no_grad():
+                pieces = {i: part for part in parts for i in part}
+                by_part = {id(part): self.scores(part) for part in parts}
+                known = {
+                    name: torch.stack([by_part[id(pieces[i])][name][pieces[i].index(i)] for i in rows])
+                    for name in next(iter(by_part.values()))
+                }
+        self._remember(rows, known)
+        finite = _finite_rows(known)
+        position = {i: j for j, i in enumerate([i for i, ok in zip(rows, finite, strict=True) if ok])}
+        if not position:
+            return
+        keep = torch.tensor(finite, device=self.engine.device)
+        known = {name: value[keep] for name, value in known.items()}
+        kept_parts = [[position[i] for i in part if i in position] for part in parts]
+        kept = list(position)
+        two_pass_backward(
+            self.algorithm,
+            self._batch(kept, known),
+            known,
+            lambda part: self.scores([kept[j] for j in part]),
+            [part for part in kept_parts if part],
+        )
+
+    def _known(self, rows: list[int]) -> Scores | None:
+        """Pass-1 scores that the rollout's frozen scores already hold, at the same parameters."""
+        twin = {trained: frozen for frozen, trained in self.batch.current.items() if frozen in self.batch}
+        if not all(score.name in twin for score in self.algorithm.trained):
+            return None
+        return {score.name: self.batch[twin[score.name]][rows] for score in self.algorithm.trained}
+
+    def _batch(self, rows: list[int], scores: Scores) -> Batch:
+        part = self.batch.take(rows)
+        missing = {f: scores[t].detach() for f, t in part.current.items() if f not in part}
+        return part.with_numbers(missing)
+
+    def _remember(self, rows: list[int], scores: Scores) -> None:
+        for name, value in scores.items():
+            if name not in self.seen:
+                self.seen[name] = value.new_zeros(len(self.batch), *value.shape[1:], device="cpu")
+            self.seen[name][rows] = value.detach().cpu()
+
+
+def _finite_rows(scores: Scores) -> list[bool]:
+    finite = torch.stack([value.detach().isfinite().reshape(len(value), -1).all(-1) for value in scores.values()])
+    return finite.all(0).tolist()
+
+
+def _fit(units: Sequence[list[int]], lengths: Sequence[int], limit: int) -> Iterator[list[int]]:
+    """Micro-batches of whole units whose padded size fits `limit`; a unit that does not fit comes alone.
+
+    Units of similar length go together (less padding). Rows come in ascending order, as `take_rows` keeps them.
+    """
+    batch: list[int] = []
+    longest = 0
+    for unit in sorted(units, key=lambda rows: max(lengths[i] for i in rows)):
+        longest_with = max(longest, *(lengths[i] for i in unit))
+        if batch and (len(batch) + len(unit)) * longest_with > limit:
+            yield sorted(batch)
+            batch, longest_with = [], max(lengths[i] for i in unit)
+        batch, longest = batch + unit, longest_with
+    if batch:
+        yield sorted(batch)
+
+
+def _remove_dropout(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0  # pyright: ignore[reportArgumentType]

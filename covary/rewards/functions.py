@@ -1,0 +1,135 @@
+"""Rewards that are Python functions: where they come from and how their two conventions are called."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from covary.rewards.types import Graded, as_graded, error_line
+from covary.types import Example, UserError
+
+_Kind = inspect.Parameter
+
+GradeItem = Callable[[str, str | None, dict[str, Any]], object]  # (completion, answer, columns)
+
+
+@dataclass(frozen=True)
+class FunctionFile:
+    """A function named by the file that holds it, so that another process can load it too."""
+
+    path: str
+    name: str
+
+    @classmethod
+    def parse(cls, spec: str) -> FunctionFile:
+        """Read "path/to/file.py:function"; a relative path starts at the working directory."""
+        path, colon, name = spec.rpartition(":")
+        if not (colon and path and name):
+            raise UserError(f"reward {spec!r} names no function, write path/to/file.py:function")
+        return cls(str(Path(path).expanduser().resolve()), name)
+
+    def load(self) -> Callable[..., object]:
+        """Execute the file and return the function; UserError says what is wrong with either."""
+        path = Path(self.path)
+        if not path.is_file():
+            raise UserError(f"reward: there is no file {self.path}")
+        module_name = "covary_reward_" + hashlib.blake2b(self.path.encode(), digest_size=8).hexdigest()
+        spec = importlib.util.spec_from_file_location(module_name, path)
+        if spec is None or spec.loader is None:
+            raise UserError(f"reward: {self.path} is not a Python file")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[module_name] = module  # dataclasses look their module up there
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:
+            raise UserError(f"reward: importing {self.path} failed: {error_line(error)}") from error
+        function = getattr(module, self.name, None)
+        if not callable(function):
+            functions = sorted(k for k, v in vars(module).items() if inspect.isfunction(v))
+            near = difflib.get_close_matches(self.name, functions, n=1)
+            what = "is not a function" if hasattr(module, self.name) else "is not defined"
+            valid = f"did you mean {near[0]!r}?" if near else f"functions there: {functions}"
+            raise UserError(f"reward: {self.name!r} {what} in {self.path}; {valid}")
+        return function
+
+
+def is_batch_form(function: Callable[..., object]) -> bool:
+    """Whether it takes all rows at once: it has a parameter named `completions`."""
+    return "completions" in _parameters(function)
+
+
+def item_form(function: Callable[..., object]) -> GradeItem:
+    """Adapt `(completion, answer, ...)` to be called with every column of a row.
+
+    The first parameter gets the completion; the second, if it has no default and names no column,
+    the answer, whatever its own name. Every other parameter gets the column, or `answer`, that it
+    names; `**kwargs` gets all of them.
+    """
+    parameters = _parameters(function)
+    first, second, *_ = [*_names(parameters, _Kind.POSITIONAL_ONLY, _Kind.POSITIONAL_OR_KEYWORD), "", ""]
+    named = _names(parameters, _Kind.POSITIONAL_OR_KEYWORD, _Kind.KEYWORD_ONLY)
+    takes_all = bool(_names(parameters, _Kind.VAR_KEYWORD))
+    second_is_answer = bool(second) and parameters[second].default is inspect.Parameter.empty
+
+    def grade(completion: str, answer: str | None, columns: dict[str, Any]) -> object:
+        row = {**columns, "answer": answer}
+        if second_is_answer:
+            row.setdefault(second, answer)
+        wanted = {k: v for k, v in row.items() if k != first and (takes_all or k in named)}
+        return function(completion, **wanted)
+
+    return grade
+
+
+def call_batch_form(
+    function: Callable[..., object], examples: Sequence[Example], completions: Sequence[str]
+) -> list[Graded]:
+    """Call `(prompts, completions, **columns) -> list` on all rows, with the parameters it takes.
+
+    A completion of a chat prompt is passed as `[{"role": "assistant", "content": text}]`, as TRL
+    does. A column that some rows lack is None there. If the function raises, or does not return a
+    list of one reward a row, every row carries that error.
+    """
+    names = dict.fromkeys(name for example in examples for name in example.columns)
+    available: dict[str, list[Any]] = {
+        **{name: [example.columns.get(name) for example in examples] for name in names},
+        "prompts": [example.prompt for example in examples],
+        "completions": [
+            text if isinstance(example.prompt, str) else [{"role": "assistant", "content": text}]
+            for example, text in zip(examples, completions, strict=True)
+        ],
+        "answer": [example.answer for example in examples],
+    }
+    parameters = _parameters(function)
+    takes_all = bool(_names(parameters, _Kind.VAR_KEYWORD))
+    try:
+        returned = function(**{k: v for k, v in available.items() if takes_all or k in parameters})
+    except Exception as error:
+        return [Graded(None, error_line(error))] * len(examples)
+    if hasattr(returned, "tolist"):  # an array or a tensor
+        returned = returned.tolist()  # pyright: ignore[reportAttributeAccessIssue]
+    if not isinstance(returned, list | tuple):
+        complaint = f"TypeError: returned {type(returned).__name__}, not a list"
+    elif len(returned) != len(examples):
+        complaint = f"ValueError: returned {len(returned)} rewards for {len(examples)} completions"
+    else:
+        return [as_graded(value) for value in returned]
+    return [Graded(None, complaint)] * len(examples)
+
+
+def _parameters(function: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError) as error:
+        raise UserError(f"reward {function!r}: its parameters cannot be read: {error}") from error
+
+
+def _names(parameters: Mapping[str, inspect.Parameter], *kinds: inspect._ParameterKind) -> list[str]:
+    return [name for name, parameter in parameters.items() if parameter.kind in kinds]

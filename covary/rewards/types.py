@@ -1,0 +1,85 @@
+"""The nouns of rewards: which grader, what it said, and what every reward looks like to the loop."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from covary.types import Example
+
+_LONGEST_ERROR = 500  # characters; a message may quote a whole completion
+
+
+@dataclass(frozen=True)
+class Grader:
+    """A built-in grader and what it reads.
+
+    Attributes:
+        name: a key of `covary.rewards.GRADERS`.
+        extract: a key of `covary.rewards.EXTRACTORS`, applied to the completion first.
+    """
+
+    name: str
+    extract: str = "none"
+
+
+@dataclass(frozen=True)
+class Graded:
+    """The verdict on one completion.
+
+    Attributes:
+        value: the reward; None where the completion could not be scored.
+        error: why not, with the type of the exception. None beside a value of None is a reward
+            function that abstained.
+    """
+
+    value: float | None
+    error: str | None = None
+
+
+class Reward(Protocol):
+    """What the loop and the evaluation call."""
+
+    @property
+    def name(self) -> str:
+        """How metrics and messages call it."""
+        ...
+
+    def __call__(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Graded]:
+        """Grade `completions[i]` as an answer to `examples[i]`; one verdict each, in order."""
+        ...
+
+    def close(self) -> None:
+        """End whatever processes it started."""
+        ...
+
+
+def as_graded(value: object) -> Graded:
+    """What a reward function returned, as a verdict.
+
+    None and NaN abstain. A number (bools, numpy scalars and 0-d tensors among them) is the reward;
+    anything else, and an infinite number, is an error.
+    """
+    item = getattr(value, "item", None)
+    if callable(item) and getattr(value, "ndim", None) == 0:
+        value = item()
+    if value is None:
+        return Graded(None)
+    if not isinstance(value, numbers.Real):
+        return Graded(None, f"TypeError: returned {type(value).__name__}, not a number or None")
+    try:
+        score = float(value)
+    except OverflowError:
+        score = math.inf
+    if math.isinf(score):
+        return Graded(None, f"ValueError: returned {score}, not a finite number")
+    return Graded(None if math.isnan(score) else score)
+
+
+def error_line(error: BaseException) -> str:
+    """An exception as one line: its type and its message."""
+    line = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+    return line if len(line) <= _LONGEST_ERROR else line[:_LONGEST_ERROR] + "..."

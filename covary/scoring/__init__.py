@@ -1,0 +1,1 @@
+"""Token ids -> scores: the only code that sees the vocabulary."""

@@ -1,0 +1,124 @@
+"""The sections of a recipe as plain frozen dataclasses: fields, units, ranges, defaults.
+
+No torch and nothing of covary is imported here, so every module may name its own section in a
+signature. `config.py` checks values against these annotations; a range stands in the annotation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+Text = Annotated[str, Field(min_length=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+@dataclass(frozen=True)
+class Model:
+    """The policy to start from."""
+
+    name: Text = "tiny"
+    """`tiny` (shipped with covary), a Hugging Face hub id, or a folder."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights in memory. Trained weights are float32 master weights."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the checkpoint."""
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Where completions come from, how many and how they are sampled.
+
+    top-p, top-k and penalties are absent on purpose, see `covary.types.Sampling`.
+    """
+
+    engine: Literal["transformers", "dataset"] = "transformers"
+    """Sample from the policy, or take the completions that the task's rows hold."""
+    prompts: PositiveInt = 64
+    """Prompts a step."""
+    completions: PositiveInt = 8
+    """Completions a prompt (k), all sources together."""
+    max_tokens: PositiveInt = 256
+    """Tokens a completion, at most."""
+    temperature: PositiveFloat = 1.0
+    """The policy's logits are divided by it before sampling."""
+    stop: tuple[Text, ...] = ()
+    """Texts that end a completion; graders read the text before them."""
+    max_regenerations: NonNegativeInt = 4
+    """Times a step may draw new prompts for groups that the algorithm's `select` dropped."""
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """AdamW, and how a rollout is cut into updates."""
+
+    lr: NonNegativeFloat = 1e-6
+    """Peak learning rate."""
+    prompts: PositiveInt | None = None
+    """Prompts (groups) an update; divides `rollout.prompts`. None: the whole rollout."""
+    passes: PositiveInt = 1
+    """Times that each rollout is learned from."""
+    warmup: NonNegativeFloat = 0.0
+    """Linear warm-up of the learning rate: below 1 a share of the steps, from 1 a number of steps."""
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """Learning rate after warm-up; `cosine` and `linear` fall to 0 at the last step."""
+    max_grad_norm: PositiveFloat = 1.0
+    """The gradient of an update is scaled down to this L2 norm."""
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
+    """AdamW's decay rates of the first and second moment."""
+    weight_decay: NonNegativeFloat = 0.0
+    """AdamW's decoupled weight decay."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How scores and gradients are computed; no setting here but `autocast` changes their values."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes the GPU where there is one."""
+    micro_batch_tokens: PositiveInt = 8192
+    """Tokens (prompt and completions) a forward pass, at most; bounds memory."""
+    autocast: Literal["none", "bfloat16"] = "none"
+    """Compute in bfloat16 over float32 master weights, in rollout and scoring alike."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    logprob_temperature: PositiveFloat = 1.0
+    """Logits are divided by it before the log-probs that algorithms see."""
+
+
+@dataclass(frozen=True)
+class Eval:
+    """Evaluation on the task's test split, before the first and after the last step."""
+
+    every: PositiveInt | None = None
+    """Steps between further evaluations. None: only before and after."""
+    samples: PositiveInt = 1
+    """Completions a test question."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature."""
+    max_tokens: PositiveInt | None = None
+    """Tokens a completion, at most. None: `rollout.max_tokens`."""
+    reward: Text | None = None
+    """Grader, by name or as `path/to/file.py:name`. None: the task's own."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """When the run can be resumed from; the end is always kept."""
+
+    every: PositiveInt | None = None
+    """Steps between checkpoints. None: only at the end."""
+    keep_last: PositiveInt = 2
+    """Newest checkpoints that stay on disk."""
+
+
+@dataclass(frozen=True)
+class Log:
+    """What is reported beside `metrics.jsonl`."""
+
+    tracker: Literal["none"] = "none"
+    """Experiment tracker."""
+    samples: NonNegativeInt = 2
+    """Sampled completions that each step shows on screen."""
