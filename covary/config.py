@@ -15,7 +15,7 @@ import reprlib
 import types
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import (
     TYPE_CHECKING,
@@ -67,18 +67,18 @@ class RunConfig:
     seed: int = 0
     steps: PositiveInt | None = None
     epochs: PositiveFloat | None = None
-    model: Model = Model()
+    model: Model = field(default_factory=Model)
     task: Any
     reward: Text | None = None
     algorithm: Algorithm
-    rollout: Rollout = Rollout()
-    optimizer: Optimizer = Optimizer()
-    engine: Engine = Engine()
+    rollout: Rollout = field(default_factory=Rollout)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    engine: Engine = field(default_factory=Engine)
     reference: Literal["old", "initial"] | None = None
     teacher: None = None
-    eval: Eval = Eval()
-    checkpoint: Checkpoint = Checkpoint()
-    log: Log = Log()
+    eval: Eval = field(default_factory=Eval)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    log: Log = field(default_factory=Log)
     doctor: Literal["off"] = "off"
 
 
@@ -88,9 +88,7 @@ RESUMABLE = frozenset({"steps", "eval", "checkpoint", "log"})
 # `Algorithm` is not imported at run time (its module loads torch), so the hints have Any in its place.
 _HINTS: dict[str, Any] = get_type_hints(RunConfig, localns={"Algorithm": Any}, include_extras=True)
 _SECTIONS: dict[str, type] = {
-    key: hint
-    for key, hint in _HINTS.items()
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type)
+    key: hint for key, hint in _HINTS.items() if dataclasses.is_dataclass(hint) and isinstance(hint, type)
 }
 _NAMED = ("task", "algorithm")  # sections whose `name` says which fields they have
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
@@ -114,13 +112,9 @@ class _Loader(yaml.SafeLoader):
             key = self.construct_object(key_node, deep=True)
             mark = key_node.start_mark
             if not isinstance(key, str):
-                raise yaml.MarkedYAMLError(
-                    problem=f"a key must be text, got {_got(key)}", problem_mark=mark
-                )
+                raise yaml.MarkedYAMLError(problem=f"a key must be text, got {_got(key)}", problem_mark=mark)
             if key in built:
-                raise yaml.MarkedYAMLError(
-                    problem=f"the key {key!r} is given twice", problem_mark=mark
-                )
+                raise yaml.MarkedYAMLError(problem=f"the key {key!r} is given twice", problem_mark=mark)
             built[key] = self.construct_object(value_node, deep=True)
         return built
 
@@ -133,14 +127,17 @@ class _Loader(yaml.SafeLoader):
     def number(self, node: yaml.ScalarNode) -> float:
         value = float(node.value)
         if math.isinf(value):
-            raise yaml.MarkedYAMLError(
-                problem=f"{node.value} is too large", problem_mark=node.start_mark
-            )
+            raise yaml.MarkedYAMLError(problem=f"{node.value} is too large", problem_mark=node.start_mark)
         return value
 
 
 class _Dumper(yaml.SafeDumper):
     """Quotes every text that either YAML 1.1 or our loader would read as something else."""
+
+    def text(self, value: str) -> yaml.ScalarNode:
+        # PyYAML's own choice of style folds U+0085 into a space; double quotes escape it.
+        style = None if value.isprintable() else '"'
+        return self.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
 
 _SCALARS = {
@@ -159,6 +156,7 @@ _Loader.add_constructor("tag:yaml.org,2002:map", _Loader.mapping)
 _Loader.add_constructor("tag:yaml.org,2002:seq", _Loader.sequence)
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.integer)
 _Loader.add_constructor("tag:yaml.org,2002:float", _Loader.number)
+_Dumper.add_representer(str, _Dumper.text)
 
 
 def load_recipe(path: str | Path) -> dict[str, Any]:
@@ -173,9 +171,7 @@ def load_recipe(path: str | Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text (byte {error.start})") from error
     except OSError as error:
-        raise UserError(
-            f"{path}: cannot read the recipe: {(error.strerror or str(error)).lower()}"
-        ) from error
+        raise UserError(f"{path}: cannot read the recipe: {(error.strerror or str(error)).lower()}") from error
     try:
         data = yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ValueError) as error:
@@ -206,24 +202,18 @@ def apply_overrides(data: Mapping[str, Any], overrides: list[str]) -> dict[str, 
         path, equals, text = override.partition("=")
         keys = path.strip().split(".")
         if not equals or not all(keys):
-            raise UserError(
-                f"{override!r}: an override is key=value, such as algorithm.beta=0.2 or steps=12"
-            )
+            raise UserError(f"{override!r}: an override is key=value, such as algorithm.beta=0.2 or steps=12")
         try:
             value = yaml.load(text, Loader=_Loader)
         except (yaml.YAMLError, ValueError) as error:
-            raise UserError(
-                f"{override!r}: the value is not YAML: {_yaml_problem(error)}"
-            ) from error
+            raise UserError(f"{override!r}: the value is not YAML: {_yaml_problem(error)}") from error
         section = result
         for depth, key in enumerate(keys[:-1], 1):
             if section.get(key) is None:
                 section[key] = {}
             section = section[key]
             if not isinstance(section, dict):
-                raise UserError(
-                    f"{override!r}: {'.'.join(keys[:depth])} is not a section, it is {_got(section)}"
-                )
+                raise UserError(f"{override!r}: {'.'.join(keys[:depth])} is not a section, it is {_got(section)}")
         section[keys[-1]] = value
     return result
 
@@ -263,9 +253,7 @@ def validate(data: Mapping[str, Any], *, where: str) -> RunConfig:
         if data.get(key) is None:
             built[key] = getattr(RunConfig, key)
         elif key == "teacher":
-            problems.append(
-                "teacher: no algorithm of this version reads a teacher; leave the key out"
-            )
+            problems.append("teacher: no algorithm of this version reads a teacher; leave the key out")
         else:
             _set_checked(built, key, hint, data[key], key, problems)
     problems += _conflicts(built)
@@ -297,9 +285,7 @@ def _named_class(section: str, value: Any, problems: list[str]) -> type | None:
     if value is None:
         problems.append(f"{section}: is required; {section}.name takes one of {valid}")
     elif not isinstance(value, Mapping):
-        problems.append(
-            f"{section}: takes a mapping with a name (one of {valid}) and its settings, got {_got(value)}"
-        )
+        problems.append(f"{section}: takes a mapping with a name (one of {valid}) and its settings, got {_got(value)}")
     elif value.get("name") is None:
         problems.append(f"{section}.name: is required; one of {valid}")
     elif not isinstance(value["name"], str):
@@ -307,16 +293,14 @@ def _named_class(section: str, value: Any, problems: list[str]) -> type | None:
     elif value["name"] not in table:
         near = _nearest(value["name"], table)
         hint = f"did you mean {near}? " if near else ""
-        problems.append(
-            f"{section}.name: unknown {section} {value['name']!r}; {hint}valid names: {valid}"
-        )
+        problems.append(f"{section}.name: unknown {section} {value['name']!r}; {hint}valid names: {valid}")
     else:
         return table[value["name"]]
     return None
 
 
 def _field_names(cls: Any) -> tuple[str, ...]:
-    return tuple(field.name for field in dataclasses.fields(cls) if field.init)
+    return tuple(f.name for f in dataclasses.fields(cls) if f.init)
 
 
 def _build_section(
@@ -334,32 +318,36 @@ def _build_section(
     if value is None:
         value = {}
     if not isinstance(value, Mapping):
-        problems.append(
-            f"{section}: takes a mapping of {', '.join(keys[section])}, got {_got(value)}"
-        )
+        problems.append(f"{section}: takes a mapping of {', '.join(keys[section])}, got {_got(value)}")
         return
     problems += [_unknown_key(section, key, keys) for key in value if key not in keys[section]]
     hints = get_type_hints(cls, include_extras=True)
-    fields = [field for field in dataclasses.fields(cls) if field.init]
+    fields = [f for f in dataclasses.fields(cls) if f.init]
     values: dict[str, Any] = {}
     found = len(problems)
-    for field in fields:
-        path = f"{section}.{field.name}"
-        if field.name in value:
-            _set_checked(values, field.name, hints[field.name], value[field.name], path, problems)
-        elif field.default is field.default_factory is dataclasses.MISSING:
-            problems.append(f"{path}: is required; takes {_takes(hints[field.name])}")
+    for f in fields:
+        path = f"{section}.{f.name}"
+        if f.name in value:
+            _set_checked(values, f.name, hints[f.name], value[f.name], path, problems)
+        elif f.default is f.default_factory is dataclasses.MISSING:
+            problems.append(f"{path}: is required; takes {_takes(hints[f.name])}")
     if len(problems) > found:
         return
     try:
         built[section] = cls(**values)
-    except ValueError as error:  # the dataclass's own ranges, some of which name the key in full
-        problems.append(str(error) if str(error).startswith(section) else f"{section}: {error}")
+    except ValueError as error:  # the dataclass's own ranges
+        problems.append(_within(section, str(error), keys[section]))
 
 
-def _set_checked(
-    target: dict[str, Any], key: str, hint: Any, value: Any, path: str, problems: list[str]
-) -> None:
+def _within(section: str, message: str, names: tuple[str, ...]) -> str:
+    """A message of a section's own check, with the path in front; some start with the field's name."""
+    start = re.match(r"\w+(?=[.:,])", message)
+    if start and start[0] in names:
+        return f"{section}.{message}"
+    return message if start and start[0] == section else f"{section}: {message}"
+
+
+def _set_checked(target: dict[str, Any], key: str, hint: Any, value: Any, path: str, problems: list[str]) -> None:
     """Puts the value into `target[key]` if it has the declared type and range, without coercion."""
     try:
         # JSON's strict mode is the one in which a list may become a tuple and nothing else changes.
@@ -375,11 +363,7 @@ def _conflicts(built: Mapping[str, Any]) -> Iterator[str]:
     optimizer: Optimizer | None = built.get("optimizer")
     algorithm: Algorithm | None = built.get("algorithm")
 
-    if (
-        "steps" in built
-        and "epochs" in built
-        and (built["steps"] is None) == (built["epochs"] is None)
-    ):
+    if "steps" in built and "epochs" in built and (built["steps"] is None) == (built["epochs"] is None):
         missing = built["steps"] is None
         yield "steps: set steps or epochs" if missing else "steps: set steps or epochs, not both"
     if model and model.dtype == "bfloat16":
@@ -389,20 +373,18 @@ def _conflicts(built: Mapping[str, Any]) -> Iterator[str]:
         )
     if optimizer and optimizer.warmup > 1 and not optimizer.warmup.is_integer():
         yield (
-            "optimizer.warmup: takes a share of the steps (below 1) or a whole number of steps, "
-            f"got {optimizer.warmup}"
+            f"optimizer.warmup: takes a share of the steps (below 1) or a whole number of steps, got {optimizer.warmup}"
         )
     if optimizer and rollout and optimizer.prompts and rollout.prompts % optimizer.prompts:
-        divisors = [n for n in range(1, rollout.prompts + 1) if rollout.prompts % n == 0]
+        small = [n for n in range(1, math.isqrt(rollout.prompts) + 1) if rollout.prompts % n == 0]
+        divisors = sorted({*small, *(rollout.prompts // n for n in small)})
         nearest = sorted(sorted(divisors, key=lambda n: abs(n - (optimizer.prompts or 0)))[:2])
         yield (
             f"optimizer.prompts: must divide rollout.prompts ({rollout.prompts}), got {optimizer.prompts}; "
             f"nearest: {', '.join(map(str, nearest))}"
         )
-    if rollout and rollout.engine == "dataset":
-        for name in ("temperature", "max_regenerations"):
-            if getattr(rollout, name) != getattr(Rollout, name):
-                yield f"rollout.{name}: would be ignored, rollout.engine: dataset samples nothing"
+    if rollout and rollout.engine == "dataset" and rollout.temperature != Rollout.temperature:
+        yield "rollout.temperature: would be ignored, rollout.engine: dataset samples nothing"
     if algorithm is None:
         return
     name = _name_of("algorithm", algorithm)
@@ -440,10 +422,8 @@ def _unknown_key(section: str, key: Any, keys: Mapping[str, tuple[str, ...]]) ->
         return f"{path}: unknown key; belongs {' or '.join(places)}"
     near = _nearest(key, keys[section])
     meant = [_dotted(section, near)] if near else []
-    if not near:
-        meant = [
-            _dotted(home, near) for home, names in keys.items() if (near := _nearest(key, names))
-        ]
+    if not near and not section:
+        meant = [_dotted(home, near) for home, names in keys.items() if (near := _nearest(key, names))]
     hint = f"did you mean {' or '.join(meant)}? " if meant else ""
     return f"{path}: unknown key; {hint}valid keys: {', '.join(keys[section])}"
 
@@ -462,7 +442,7 @@ def _nearest(word: str, valid: Mapping[str, Any] | tuple[str, ...]) -> str | Non
 
 def _takes(hint: Any) -> str:
     """A type annotation in a user's words."""
-    origin, args = get_origin(hint), get_args(hint)
+    origin, args = get_origin(hint), list(get_args(hint))
     if origin is Annotated:
         return _in_range(_takes(args[0]), args[1:])
     if origin is Literal:
@@ -485,18 +465,13 @@ def _takes(hint: Any) -> str:
     return {**words, list: "a list", dict: "a mapping", Any: "any value"}[hint]
 
 
-def _in_range(noun: str, constraints: tuple[Any, ...]) -> str:
+def _in_range(noun: str, constraints: list[Any]) -> str:
     """`noun` with the limits of pydantic's constraints (a Field holds several)."""
     limits = [limit for item in constraints for limit in getattr(item, "metadata", [item])]
     if any(getattr(limit, "min_length", 0) for limit in limits):
         noun = f"non-empty {noun}"
     words = {"gt": "above", "ge": "from", "lt": "below", "le": "up to"}
-    bounds = [
-        f"{words[name]} {getattr(limit, name)}"
-        for limit in limits
-        for name in words
-        if hasattr(limit, name)
-    ]
+    bounds = [f"{words[name]} {getattr(limit, name)}" for limit in limits for name in words if hasattr(limit, name)]
     return " ".join([noun, " and ".join(bounds)]).strip()
 
 
@@ -572,11 +547,7 @@ def reference_model(config: RunConfig) -> Literal["old", "initial"]:
 def warnings_for(config: RunConfig) -> list[str]:
     """What is allowed and probably not meant, one line each."""
     warnings: list[str] = []
-    if (
-        updates_per_rollout(config) == 1
-        and reference_model(config) == "old"
-        and _reads_reference(config.algorithm)
-    ):
+    if updates_per_rollout(config) == 1 and reference_model(config) == "old" and _reads_reference(config.algorithm):
         warnings.append(
             "reference: the first update after a rollout has log-ratio 0, so with one update per rollout "
             "and reference: old nothing holds the policy back; set optimizer.prompts below rollout.prompts, "

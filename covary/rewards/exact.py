@@ -6,7 +6,7 @@ import unicodedata
 from typing import Any
 
 
-def exact(text: str, answer: str | None, columns: dict[str, Any]) -> float | None:
+def grade_exact(text: str, answer: str | None, columns: dict[str, Any]) -> float | None:
     """1.0 if the stripped texts are the same in Unicode's composed form (NFC), otherwise 0.0.
 
     Without an answer there is nothing to compare with: None.

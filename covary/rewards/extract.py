@@ -6,8 +6,9 @@ Every extractor takes time linear in the text, since the text is whatever a mode
 from __future__ import annotations
 
 import re
+from collections import deque
 
-# The digits of "x2" or "H2O" are no number of their own; those after "=" or a Chinese character are.
+# The digits of "x2" or "H2O" are no number; those behind "=" or a Chinese character are one.
 # A minus counts as a sign unless it stands behind an operand ("5-3" ends in 3).
 _NUMBER = re.compile(
     r"""(?<![A-Za-z0-9_])(?<![0-9]\.)
@@ -29,14 +30,16 @@ def whole_text(text: str) -> str:
 
 def last_number(text: str) -> str | None:
     """The last number, without "+" and thousands separators: "... = 1,234.50." gives "1234.50"."""
-    last = None
-    for last in _NUMBER.finditer(text):
-        pass
-    return last and last.group().replace("\u2212", "-").replace(",", "").removeprefix("+")
+    matches = deque(_NUMBER.finditer(text), maxlen=1)
+    return (
+        matches[0].group().replace("\u2212", "-").replace(",", "").removeprefix("+")
+        if matches
+        else None
+    )
 
 
 def boxed(text: str) -> str | None:
-    r"""What the last complete `\boxed{...}` holds, stripped; braces balance, an open group counts for nothing."""
+    r"""What the last complete `\boxed{...}` holds, stripped. Braces balance; an open box is none."""
     open_groups: list[int | None] = []  # where the content of each starts, None if it is no box
     last = (-1, -1)
     for match in _TEX_GROUPS.finditer(text):

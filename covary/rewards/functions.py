@@ -1,4 +1,4 @@
-"""Rewards that are Python functions: where they come from and how their two conventions are called."""
+"""Rewards that are Python functions: where they come from, and their two calling conventions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ class FunctionFile:
         path = Path(self.path)
         if not path.is_file():
             raise UserError(f"reward: there is no file {self.path}")
-        module_name = "covary_reward_" + hashlib.blake2b(self.path.encode(), digest_size=8).hexdigest()
+        module_name = (
+            "covary_reward_" + hashlib.blake2b(self.path.encode(), digest_size=8).hexdigest()
+        )
         spec = importlib.util.spec_from_file_location(module_name, path)
         if spec is None or spec.loader is None:
             raise UserError(f"reward: {self.path} is not a Python file")
@@ -73,7 +75,11 @@ def item_form(function: Callable[..., object]) -> GradeItem:
     names; `**kwargs` gets all of them.
     """
     parameters = _parameters(function)
-    first, second, *_ = [*_names(parameters, _Kind.POSITIONAL_ONLY, _Kind.POSITIONAL_OR_KEYWORD), "", ""]
+    first, second, *_ = [
+        *_names(parameters, _Kind.POSITIONAL_ONLY, _Kind.POSITIONAL_OR_KEYWORD),
+        "",
+        "",
+    ]
     named = _names(parameters, _Kind.POSITIONAL_OR_KEYWORD, _Kind.KEYWORD_ONLY)
     takes_all = bool(_names(parameters, _Kind.VAR_KEYWORD))
     second_is_answer = bool(second) and parameters[second].default is inspect.Parameter.empty
@@ -131,5 +137,7 @@ def _parameters(function: Callable[..., object]) -> Mapping[str, inspect.Paramet
         raise UserError(f"reward {function!r}: its parameters cannot be read: {error}") from error
 
 
-def _names(parameters: Mapping[str, inspect.Parameter], *kinds: inspect._ParameterKind) -> list[str]:
+def _names(
+    parameters: Mapping[str, inspect.Parameter], *kinds: inspect._ParameterKind
+) -> list[str]:
     return [name for name, parameter in parameters.items() if parameter.kind in kinds]

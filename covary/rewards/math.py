@@ -16,22 +16,22 @@ from typing import Any
 from covary.rewards.extract import boxed
 
 _TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\s*\{([^{}]*)\}")
-_TEX_COMMAND = re.compile(r"\\[A-Za-z]+")
+_TEX_COMMAND = re.compile(r"\\(?:begin|end)\s*\{\w+\*?\}|\\[A-Za-z]+")
 _WORD = re.compile(r"[A-Za-z]{3,}")
-_MATH_DELIMITER = re.compile(r"\$|\\\(|\\\[|\n|#")
+_MATH_DELIMITER = re.compile(r"(?<!\\)\$|\\\(|\\\[|\n|#")
 
 
-def math(text: str, answer: str | None, columns: dict[str, Any]) -> float | None:
+def grade_math(text: str, answer: str | None, columns: dict[str, Any]) -> float | None:
     r"""1.0 if the text states a value equal to the answer's, 0.0 if not or if it states none.
 
     The last complete `\boxed{}` is the stated answer; without one, math-verify searches the text.
-    The answer may be plain, LaTeX with or without `$`, or a solution that ends in a box. One that is
-    no mathematics ("see the diagram") is compared as text: 1.0 if equal, otherwise None, because
+    The answer may be plain, LaTeX with or without `$`, or a solution that ends in a box. One that
+    is no mathematics ("see the diagram") is compared as text: 1.0 if equal, otherwise None, because
     nothing can be said. Without an answer: None.
     """
-    if not answer or not answer.strip():
+    if not answer or not (answer_text := _as_text(answer)):
         return None
-    if _as_text(text) == _as_text(answer):
+    if _as_text(text) == answer_text:
         return 1.0
     parse, verify = _math_verify()
     gold = parse(_mathematics(answer))
@@ -61,7 +61,7 @@ def _mathematics(text: str) -> str:
 def _as_text(text: str) -> str:
     inside = boxed(text)
     plain = _TEXT_COMMAND.sub(r"\1", text if inside is None else inside)
-    return " ".join(unicodedata.normalize("NFC", plain).casefold().split()).rstrip(".")
+    return " ".join(unicodedata.normalize("NFC", plain).casefold().split()).lstrip("$ ").rstrip("$. ")
 
 
 @functools.cache
@@ -70,7 +70,5 @@ def _math_verify() -> tuple[Any, Any]:
     import math_verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off
-    parse = functools.partial(
-        math_verify.parse, fallback_mode="no_fallback", parsing_timeout=0
-    )
+    parse = functools.partial(math_verify.parse, fallback_mode="no_fallback", parsing_timeout=0)
     return parse, functools.partial(math_verify.verify, timeout_seconds=None)

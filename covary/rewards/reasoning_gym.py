@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def reasoning_gym(text: str, answer: str | None, columns: dict[str, Any]) -> float | None:
+def grade_reasoning_gym(text: str, answer: str | None, columns: dict[str, Any]) -> float | None:
     """The score, in [0, 1], that the task's own scorer gives.
 
     Args:

@@ -1,4 +1,4 @@
-"""The nouns of rewards: which grader, what it said, and what every reward looks like to the loop."""
+"""The nouns of rewards: a grader, its verdict, and what the loop calls."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class TransformersRollout:
         self._config = model.config.get_text_config(decoder=True)
         generation_config = getattr(model, "generation_config", None)
         self.end_ids = frozenset(
-            _as_ids(tokenizer.eos_token_id)
+            _as_ids(getattr(tokenizer, "eos_token_id", None))
             + _as_ids(getattr(generation_config, "eos_token_id", None))
             + _as_ids(getattr(self._config, "eos_token_id", None))
         )
@@ -122,7 +122,7 @@ class TransformersRollout:
                 for _ in range(request.count):
                     rows.append(_Row(prompt, request, derive_seed(seed, name, index[name])))
                     index[name] += 1
-        # no_grad, not inference_mode: tensors that the model keeps (rotary tables) must stay fit for training.
+        # no_grad, not inference_mode: tensors that the model keeps from a pass must stay fit for training.
         # One autocast around all passes: its cache then casts the weights once.
         with torch.no_grad(), _evaluating(self.model), self._autocast():
             finished = 0

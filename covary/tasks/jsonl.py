@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from covary.types import Example, Message, Prompt, UserError
 
 _DEFAULT_ANSWER = "answer"
 _ROLES = ("system", "user", "assistant", "tool")
-_SPLIT_NAMES = ("train", "test", "dev", "valid", "validation", "eval", "data")
+_SPLIT_NAME = re.compile(r"(train|test|dev|valid|validation|eval|data)([-_.]?\d+)?", re.IGNORECASE)
 
 _Rows = list[tuple[int, dict[str, Any]]]  # physical line, row
 
@@ -45,6 +46,7 @@ class Jsonl:
         instruction: text before the question (the last user message).
         examples: worked examples, `{question, answer}`, shown as earlier turns.
         system: system message.
+        template: prompt template, shipped or a path (`covary.prompts`); None: the algorithm's own.
         raw: give text prompts to the model as they are, without chat template (base models).
     """
 
@@ -62,6 +64,7 @@ class Jsonl:
     instruction: str | None = None
     examples: list[dict[str, str]] | None = None
     system: str | None = None
+    template: str | None = None
     raw: bool = False
 
     def __post_init__(self) -> None:
@@ -123,9 +126,7 @@ class Jsonl:
         chosen = set(random.Random(derive_seed(self.seed, "hold out")).sample(list(distinct), wanted))
         return {question: example for question, example in distinct.items() if question in chosen}
 
-    def _at_most(
-        self, limit: int | None, examples: list[Example], split: str, notes: list[str]
-    ) -> list[Example]:
+    def _at_most(self, limit: int | None, examples: list[Example], split: str, notes: list[str]) -> list[Example]:
         if limit is None:
             return examples
         if limit > len(examples):
@@ -173,15 +174,13 @@ class Jsonl:
             _check_text(value, where)
             if self.raw:
                 return value
-            return chat_messages(
-                value, instruction=self.instruction, examples=self.examples, system=self.system
-            )
+            return chat_messages(value, instruction=self.instruction, examples=self.examples, system=self.system)
         if self.raw:
             raise UserError(f"{where}: raw takes text prompts, this is {type(value).__name__}")
         *before, question = _messages(value, where)
         own_system = before[:1] if before and before[0]["role"] == "system" else []
         if own_system and self.system is not None:
-            raise UserError(f"{where}: the prompt has a system message of its own, so task.system cannot be set")
+            raise UserError(f"{where}: the prompt has a system message of its own, so the system setting cannot apply")
         form = chat_messages(
             question["content"], instruction=self.instruction, examples=self.examples, system=self.system
         )
@@ -259,7 +258,7 @@ def _ids(rows: _Rows, path: Path) -> Iterable[str]:
 def _short_name(path: Path) -> str:
     """The file's stem, or the folder's name where the stem only says which split it is."""
     folder = path.resolve().parent.name
-    return folder if path.stem.lower() in _SPLIT_NAMES and folder else path.stem
+    return folder if folder and _SPLIT_NAME.fullmatch(path.stem) else path.stem
 
 
 def _shown(value: Any) -> str:

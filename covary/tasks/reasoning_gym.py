@@ -56,6 +56,7 @@ class ReasoningGym:
         instruction: text before the question.
         examples: worked examples, `{question, answer}`, shown as earlier turns.
         system: system message.
+        template: prompt template, shipped or a path (`covary.prompts`); None: the algorithm's own.
         extract: how the answer is read from a completion before it is scored.
     """
 
@@ -66,6 +67,7 @@ class ReasoningGym:
     instruction: str | None = None
     examples: list[dict[str, str]] | None = None
     system: str | None = None
+    template: str | None = None
     extract: ExtractorName = "none"
 
     def __post_init__(self) -> None:
@@ -88,9 +90,7 @@ class ReasoningGym:
         weights = [float((self.tasks[name] or {}).get("weight", 1)) for name in names]
         draws = [
             _Draws(name, self.tasks[name] or {}, self.seed, test, train)
-            for name, test, train in zip(
-                names, _shares(self.test, weights), _shares(self.train, weights), strict=True
-            )
+            for name, test, train in zip(names, _shares(self.test, weights), _shares(self.train, weights), strict=True)
         ]
         # Every test question of the mixture is known before the first training row is drawn.
         held_out: set[str] = set()
@@ -118,7 +118,7 @@ class ReasoningGym:
                 examples=self.examples,
                 system=self.system,
             ),
-            answer=entry["answer"],
+            answer=None if entry["answer"] is None else str(entry["answer"]),
             columns=columns,
         )
 
@@ -184,7 +184,7 @@ class _Draws:
             notes.append(f"{self.name}: skipped {self.failed} draws that its generator failed on")
         if self.name in HASH_ORDERED and os.environ.get("PYTHONHASHSEED", "random") == "random":
             notes.append(
-                f"{self.name}: its questions depend on Python's hash seed, set PYTHONHASHSEED=0 "
+                f"{self.name}: its rows depend on Python's hash seed, set PYTHONHASHSEED=0 "
                 "to get the same ones in every process"
             )
         return notes
@@ -219,12 +219,14 @@ class _Draws:
         dataset: ProceduralDataset | None = None
         failures = 0
         for index in itertools.count():
-            if index % _CHUNK == 0:
+            offset = index % _CHUNK
+            if offset == 0:
                 dataset = None
             try:
                 with _deadline(_DRAW_SECONDS):
-                    dataset = dataset or dataset_class(config_class(**settings, seed=base + index, size=_CHUNK))
-                    entry = dataset[index % _CHUNK]
+                    if dataset is None:
+                        dataset = dataset_class(config_class(**settings, seed=base + index - offset, size=_CHUNK))
+                    entry = dataset[offset]
                     if entry["answer"] is None and needs_answer:
                         raise ValueError("the item has no answer")
             except _Overtime:
@@ -238,7 +240,7 @@ class _Draws:
                 if failures == _MAX_FAILURES:
                     raise UserError(
                         f"reasoning_gym task {self.name!r}: {failures} draws in a row failed, "
-                        f"the last one with {type(error).__name__}: {error}"
+                        f"the last one with {_one_line(error)}"
                     ) from error
                 continue
             failures = 0
@@ -262,25 +264,39 @@ def _check(name: str, parameters: dict[str, Any]) -> None:
         raise UserError(f"tasks: {name!r} is not a Reasoning Gym task{hint}")
     _, config_class = DATASETS[name]
     where = f"tasks.{name}"
-    types = {f.name: f.type for f in dataclasses.fields(config_class) if f.name not in ("seed", "size")}
+    fields = {f.name: f for f in dataclasses.fields(config_class) if f.name not in ("seed", "size")}
     for key, value in parameters.items():
         if key == "weight":
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
                 raise UserError(f"{where}.weight: takes a number above 0, not {value!r}")
         elif key in ("seed", "size"):
-            raise UserError(f"{where}.{key}: not taken here; task.seed, task.train and task.test decide it")
-        elif key not in types:
-            valid = ", ".join([*types, "weight"])
+            raise UserError(f"{where}.{key}: not taken here; seed, train and test of the whole task decide it")
+        elif key not in fields:
+            valid = ", ".join([*fields, "weight"])
             raise UserError(f"{where}: unknown parameter {key!r}; valid: {valid}")
-        elif types[key] in _PLAIN_TYPES and type(value) not in _PLAIN_TYPES[types[key]]:
-            raise UserError(f"{where}.{key}: takes {types[key].__name__}, not {value!r}")
+        elif (valid := _plain_types(fields[key])) and type(value) not in valid:
+            names = " or ".join(sorted(t.__name__ for t in valid))
+            raise UserError(f"{where}.{key}: takes {names}, not {value!r}")
     try:
-        config_class(**_settings(name, parameters), seed=0, size=_CHUNK).validate()
-    except Exception as error:  # mostly AssertionError, by convention of the tasks
-        raise UserError(f"{where}: {error or type(error).__name__}") from error
+        config = config_class(**_settings(name, parameters), seed=0, size=_CHUNK)
+        if hasattr(config, "validate"):
+            config.validate()
+    except AssertionError as error:  # the tasks' convention; the message is made for people
+        raise UserError(f"{where}: {' '.join(str(error).split()) or 'parameters do not go together'}") from error
+    except Exception as error:  # a value of a type that the check itself cannot handle
+        raise UserError(f"{where}: {_one_line(error)}") from error
 
 
-_PLAIN_TYPES: dict[Any, tuple[type, ...]] = {int: (int,), float: (int, float), bool: (bool,), str: (str,)}
+def _one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _plain_types(field: dataclasses.Field[Any]) -> set[type]:
+    """What a plain field takes; empty for any other. Some defaults contradict their annotation: both count."""
+    if field.type not in (int, float, bool, str):
+        return set()
+    types = {field.type, type(field.default)} & {int, float, bool, str}
+    return types | {int} if float in types else types
 
 
 def _settings(name: str, parameters: dict[str, Any]) -> dict[str, Any]:

@@ -36,8 +36,8 @@ def mean(values: list[float]) -> float:
 
 
 def zero() -> Tensor:
-    """A sum without terms."""
-    return torch.zeros((), dtype=torch.float64)
+    """A sum without terms; its gradient is 0, not absent."""
+    return torch.zeros((), dtype=torch.float64, requires_grad=True)
 
 
 def gvpo(algorithm: GVPO, rows: list[Row], max_tokens: int) -> Tensor:

@@ -111,7 +111,7 @@ def gemma3() -> PreTrainedModel:
     torch.manual_seed(0)
     return Gemma3ForCausalLM(
         Gemma3TextConfig(
-            **SMALL,
+            **SMALL | {"initializer_range": 0.1},
             head_dim=8,
             sliding_window=6,
             layer_types=["sliding_attention", "full_attention"],
@@ -163,7 +163,9 @@ def test_logps_equal_a_plain_forward_at_the_rollout_temperature(
 ) -> None:
     model = build()
     # More end ids than one make the lengths ragged, so that rows leave the batch on the way.
-    model.generation_config.eos_token_id = [END, *range(10, VOCABULARY, 12)]
+    model.generation_config.eos_token_id = [END, *range(10, VOCABULARY, 6)]
+    sizes: list[int] = []
+    hook = model.lm_head.register_forward_hook(lambda *args: sizes.append(len(args[-1])))
     groups = [group(number) for number in range(4)]
     done = sample(
         TransformersRollout(model, TOKENIZER),
@@ -172,8 +174,11 @@ def test_logps_equal_a_plain_forward_at_the_rollout_temperature(
         Request(5),
         Request(1, decoding="greedy"),
     )
+    hook.remove()
     lengths = [len(completion.tokens) for each in done for completion in each.completions]
     assert len(set(lengths)) > 3
+    assert sizes[:2] == [4, 24]  # each prompt once, then each row
+    assert sizes[-1] <= 12
     for each in done:
         assert_logps_are_the_models(model, each, temperature)
 
@@ -253,7 +258,10 @@ def test_excluded_tokens_are_never_chosen_at_the_edges_of_the_uniform_number(
     vocabulary: int,
 ) -> None:
     torch.manual_seed(0)
-    edges = torch.tensor([0.0, 5e-324, 1e-300, 0.5, 1 - 2**-24, 1 - 2**-53], dtype=torch.float64)
+    # 1 is no uniform number; it stands for one that rounding has pushed to the end of the running sum.
+    edges = torch.tensor(
+        [0.0, 5e-324, 1e-300, 0.5, 1 - 2**-24, 1 - 2**-53, 1.0], dtype=torch.float64
+    )
     for allowed in ([0], [vocabulary // 2], [vocabulary - 1], [0, vocabulary // 2]):
         logits = torch.full((len(edges), vocabulary), -math.inf)
         logits[:, allowed] = torch.randn(len(edges), len(allowed)) * 3
@@ -266,6 +274,17 @@ def test_excluded_tokens_are_never_chosen_at_the_edges_of_the_uniform_number(
         )
 
 
+def test_a_row_of_nan_logits_is_marked_by_its_logps() -> None:
+    logits = torch.zeros(2, 300)
+    logits[1] = math.nan
+    tokens, logps = sample_tokens(
+        logits, torch.ones(2), torch.zeros(2).bool(), torch.full((2,), 0.5, dtype=torch.float64)
+    )
+    assert tokens[0] == 150
+    assert 0 <= tokens[1] < 300
+    assert logps.isnan().tolist() == [False, True]
+
+
 class MaskedLlama(LlamaForCausalLM):
     """Gives most of the vocabulary no probability."""
 
@@ -273,9 +292,10 @@ class MaskedLlama(LlamaForCausalLM):
 
     def forward(self, *args: Any, **kwargs: Any):
         output = super().forward(*args, **kwargs)
-        masked = torch.full_like(output.logits, -math.inf)
-        masked[..., self.allowed] = output.logits[..., self.allowed]
-        output.logits = masked
+        assert output.logits is not None
+        excluded = torch.ones(VOCABULARY, dtype=torch.bool)
+        excluded[list(self.allowed)] = False
+        output.logits[..., excluded] = -math.inf
         return output
 
 
@@ -327,20 +347,21 @@ def test_samples_do_not_depend_on_the_company_a_row_keeps() -> None:
     assert other_seed[0].completions != together[0].completions
 
 
-def test_cache_bytes_bounds_the_rows_of_a_wave() -> None:
+def test_cache_bytes_bounds_keys_values_and_logits() -> None:
     model = llama()
-    sizes: list[int] = []
-    model.lm_head.register_forward_hook(lambda module, args, output: sizes.append(len(output)))
-    groups = [group(number) for number in range(4)]
-    longest = max(len(each.contexts["prompt"]) for each in groups)
-    row = 2 * 2 * 2 * 8 * 4 * (longest + 12) + 12 * VOCABULARY
-    sample(
-        TransformersRollout(model, TOKENIZER, cache_bytes=3 * row + 1),
-        groups,
-        Sampling(max_tokens=12),
-        Request(4),
+    shapes: list[tuple[int, int]] = []
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: shapes.append(tuple(kwargs["attention_mask"].shape)),
+        with_kwargs=True,
     )
-    assert 3 <= max(sizes) < 16
+    cache_bytes = 40_000
+    engine = TransformersRollout(model, TOKENIZER, cache_bytes=cache_bytes)
+    sample(engine, [group(number) for number in range(4)], Sampling(max_tokens=12), Request(4))
+    assert len(shapes) > 12
+    assert max(rows for rows, _ in shapes) > 1
+    # 2 layers of 2 heads of width 8, keys and values in float32; three numbers per vocabulary entry.
+    used = [rows * (2 * 2 * 8 * 2 * 4 * length + 12 * VOCABULARY) for rows, length in shapes]
+    assert max(used) <= cache_bytes
 
 
 def test_an_example_that_occurs_twice_gets_different_rows() -> None:
@@ -364,17 +385,19 @@ def test_a_longer_limit_only_continues_a_row() -> None:
 
 
 class Scripted(LlamaForCausalLM):
-    """Says `script`, token by token, whatever is sampled: the position after the prompt picks the token."""
+    """Says `script` after a prompt of `prompt_length` tokens, whatever else it is given."""
 
-    script: list[int]
-    prompt_length: int
+    def __init__(self, script: list[int], prompt_length: int) -> None:
+        super().__init__(LlamaConfig(**SMALL))
+        self.script = script
+        self.prompt_length = prompt_length
 
-    def forward(self, *args: Any, position_ids: torch.Tensor, **kwargs: Any):
-        output = super().forward(*args, position_ids=position_ids, **kwargs)
-        logits = torch.full_like(output.logits, -math.inf)
-        step = int(position_ids[0, -1]) + 1 - self.prompt_length
-        logits[..., self.script[step]] = 0
-        output.logits = logits
+    def forward(self, *args: Any, **kwargs: Any):
+        output = super().forward(*args, **kwargs)
+        assert output.logits is not None
+        step = int(kwargs["position_ids"][0, -1]) + 1 - self.prompt_length
+        output.logits[:] = -math.inf
+        output.logits[..., self.script[step]] = 0
         return output
 
 
@@ -382,10 +405,8 @@ def say(
     script: list[int] | str, max_tokens: int = 40, stop: tuple[str, ...] = (), **tokenizer: str
 ) -> Completion:
     tokens = encode(script) if isinstance(script, str) else script
-    torch.manual_seed(0)
-    model = Scripted(LlamaConfig(**SMALL))
     each = group(0)
-    model.script, model.prompt_length = [*tokens, END], len(each.contexts["prompt"])
+    model = Scripted([*tokens, END], len(each.contexts["prompt"]))
     engine = TransformersRollout(model, build_tokenizer(**tokenizer))
     (done,) = sample(engine, [each], Sampling(max_tokens, stop=stop), Request(1))
     return done.completions[0]
@@ -415,12 +436,15 @@ def test_a_truncated_row_has_no_end_token() -> None:
     assert say(tokens, max_tokens=1).tokens == tokens[:1]
 
 
-@pytest.mark.parametrize("end", [[5, 9], 9, None])
-def test_every_end_id_ends_a_completion(end: list[int] | int | None) -> None:
+@pytest.mark.parametrize(
+    ("end", "end_ids"),
+    [([5, 9], {END, 7, 8, 5, 9}), (9, {END, 7, 8, 9}), (None, {END, 7, 8})],
+)
+def test_every_end_id_ends_a_completion(end: list[int] | int | None, end_ids: set[int]) -> None:
     model = llama(eos_token_id=[7, 8])
     model.generation_config.eos_token_id = end
     engine = TransformersRollout(model, TOKENIZER)
-    assert engine.end_ids == {END, 7, 8} | {[5, 9][i] for i in range(2) if end and (end != 9 or i)}
+    assert engine.end_ids == end_ids
     (done,) = sample(engine, [group(0)], Sampling(max_tokens=30, temperature=3.0), Request(200))
     for completion in done.completions:
         ended = completion.tokens[-1] in engine.end_ids
@@ -470,8 +494,8 @@ def test_a_stop_string_at_the_very_start_leaves_no_text() -> None:
 
 
 def test_a_stop_string_of_several_bytes_per_character() -> None:
-    tokens = byte_tokens("é→é→→x")
-    completion = say(tokens, stop=("→→",))
+    tokens = byte_tokens("é→é→→→→→x")
+    completion = say(tokens, stop=("→→→→→",))
     assert (completion.finish, completion.text) == ("stop_string", "é→é")
     assert completion.tokens == tokens[:-1]
 
@@ -582,16 +606,17 @@ def test_modes_of_the_model_are_restored_and_dropout_is_off() -> None:
     assert_logps_are_the_models(model, done, temperature=1.0)
 
 
-def test_the_model_can_be_trained_after_a_rollout() -> None:
-    model = llama(
-        rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
-        use_cache=False,
-    )
+def test_a_model_set_up_for_training_samples_and_trains_on() -> None:
+    model = llama(use_cache=False)
     model.train()
-    sample(TransformersRollout(model, TOKENIZER), [group(1)], Sampling(max_tokens=40), Request(2))
+    model.gradient_checkpointing_enable()
+    (done,) = sample(
+        TransformersRollout(model, TOKENIZER), [group(1)], Sampling(max_tokens=8), Request(2)
+    )
     ids = torch.tensor([group(1).contexts["prompt"]])
     model(input_ids=ids, labels=ids).loss.backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+    assert_logps_are_the_models(model, done, temperature=1.0)
 
 
 def test_progress_counts_finished_rows() -> None:

@@ -1,0 +1,366 @@
+"""What `covary train` and `covary.train` share: a checked recipe becomes objects, and the loop runs on them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from covary import checkpoint as checkpoints
+from covary.batch import Algorithm
+from covary.config import (
+    RESUMABLE,
+    RunConfig,
+    apply_overrides,
+    changed_keys,
+    load_recipe,
+    reference_model,
+    to_dict,
+    to_yaml,
+    updates_per_rollout,
+    validate,
+    warnings_for,
+)
+from covary.engines.local import LocalEngine
+from covary.evaluate import Evaluator
+from covary.log import Screen
+from covary.models.loading import context_length, load_config, load_model, load_tokenizer, pick_device
+from covary.prompts import Template, load_template, prompt_group
+from covary.rewards import Reward, build_reward
+from covary.rollout.dataset import DatasetRollout
+from covary.rollout.transformers import TransformersRollout
+from covary.seeding import derive_seed
+from covary.tasks.task import Task
+from covary.train import Run, Schedule, planned_steps
+from covary.train import train as run_loop
+from covary.types import Example, Sampling, UserError
+
+CHECKED_PROMPTS = 20_000  # prompts whose length is checked before the start; later ones when they are drawn
+PYTHON_REWARD = " (a Python function)"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run gives back: its folder, its last row of metrics, and the model as it is in memory."""
+
+    folder: Path
+    metrics: dict[str, float]
+    model: nn.Module
+    tokenizer: Any
+
+
+def train(
+    recipe: str | Path | None = None,
+    *,
+    resume: str | Path | None = None,
+    quiet: bool = False,
+    reward: str | Callable[..., object] | None = None,
+    **sections: Any,
+) -> Trained:
+    """Train as `covary train` does.
+
+    Args:
+        recipe: a recipe file to start from.
+        resume: a run folder to continue. `sections` may then hold `steps`, `eval`, `checkpoint` and `log` only.
+        quiet: plain lines, no progress bars.
+        reward: a grader's name, `path/to/file.py:name`, or a function in either convention of
+            `covary.rewards`.
+        **sections: a recipe's top-level keys: mappings or plain values; `algorithm` and `task` may be objects
+            (`algorithm=covary.GVPO(beta=0.1)`), `model` and `task` a name.
+
+    Raises:
+        UserError: a mistake in what was asked for.
+        RunError: the run could not go on.
+    """
+    function = reward if callable(reward) else None
+    if reward is not None:
+        name = getattr(reward, "__name__", type(reward).__name__)
+        sections["reward"] = name + PYTHON_REWARD if function else reward
+    overrides = {key: {"name": value} if key in ("model", "task") and isinstance(value, str) else value
+                 for key, value in sections.items()}  # fmt: skip
+    screen = Screen(quiet)
+    if resume is not None:
+        return resume_run(Path(resume), overrides, function, screen)
+    data = {**(load_recipe(recipe) if recipe is not None else {}), **overrides}
+    config = validate(data, where=str(recipe) if recipe is not None else "covary.train")
+    return start_run(config, function, screen)
+
+
+def evaluate(
+    model: str,
+    task: Any,
+    *,
+    samples: int = 1,
+    temperature: float = 1.0,
+    max_tokens: int = 256,
+    reward: str | Callable[..., object] | None = None,
+    seed: int = 0,
+    device: str = "auto",
+    on_progress: Callable[[int, int], None] | None = None,
+) -> dict[str, float]:
+    """Accuracy of a model on a task's test split; see `covary.evaluate.Evaluator` for the metrics.
+
+    Args:
+        model: shipped name, folder, hub id, or a run folder (its newest checkpoint).
+        task: an object with `load()` (an instance of one of `covary.tasks.TASKS`), or a loaded `Task`.
+        samples: sampled completions per question.
+        temperature: of the sampled ones.
+        max_tokens: limit per completion.
+        reward: replaces the task's grader.
+        seed: of the sampling.
+        device: auto, cpu or cuda.
+        on_progress: called with (completions finished, completions in all).
+    """
+    name = model_of_run(model)
+    loaded = task if isinstance(task, Task) else task.load()
+    if not loaded.test:
+        raise UserError(f"task {loaded.name} has no test rows to evaluate on")
+    tokenizer = load_tokenizer(name)
+    policy = load_model(name, device=pick_device(device))
+    rollout = TransformersRollout(policy, tokenizer)
+    rollout.on_progress = on_progress
+    template = load_template(getattr(task, "template", None) or "chat")
+    grader = _reward(reward, loaded)
+    if grader is None:
+        raise UserError(f"task {loaded.name} has no answers to grade by; name a reward")
+    sampling = Sampling(max_tokens, temperature)
+    check_lengths(loaded.test, template, tokenizer, policy.config, max_tokens)
+    try:
+        return Evaluator(
+            loaded.name, loaded.test, rollout, grader, template, tokenizer, sampling, samples, seed
+        )()[0]
+    finally:
+        grader.close()
+
+
+def start_run(config: RunConfig, function: Callable[..., object] | None, screen: Screen) -> Trained:
+    """A new run in a new folder.
+
+    Raises:
+        UserError: the folder exists.
+    """
+    folder = Path(config.out or f"runs/{to_dict(config)['algorithm']['name'].rpartition(':')[2]}")
+    if folder.exists():
+        raise UserError(
+            f"out: {folder} exists; continue it with --resume {folder}, or name another folder (out=...)"
+        )
+    config = replace(config, out=str(folder))
+    run = build(config, function, screen)
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    return run_and_close(run, None)
+
+
+def resume_run(
+    folder: Path, changes: Mapping[str, Any], function: Callable[..., object] | None, screen: Screen
+) -> Trained:
+    """Continue a run from its newest complete checkpoint.
+
+    Args:
+        folder: the run folder.
+        changes: new top-level keys, or `key.key=value` overrides under the key "overrides".
+        function: the reward, where it was a Python function.
+        screen: where to report.
+
+    Raises:
+        UserError: no run, no checkpoint, or a change of something that a resume may not change.
+    """
+    path = folder / "config.yaml"
+    if not path.is_file():
+        raise UserError(f"--resume: {folder} is no run folder (it has no config.yaml)")
+    last = checkpoints.latest(folder)
+    before = validate(last.state()["recipe"], where=str(last.folder / "state.json"))
+    changes = dict(changes)
+    data = apply_overrides(load_recipe(path), changes.pop("overrides", []))
+    config = replace(validate({**data, **changes}, where=str(path)), out=before.out)
+    changed = changed_keys(before, config)
+    refused = [key for key in changed if key.split(".")[0] not in RESUMABLE]
+    if refused:
+        raise UserError(
+            f"--resume: the recipe of {folder} changed: {', '.join(refused)}; "
+            f"a resume may change {', '.join(sorted(RESUMABLE))} only"
+        )
+    if config.steps is not None and config.steps < last.step:
+        raise UserError(f"steps: {folder} has already done {last.step} steps, asked for {config.steps}")
+    run = build(replace(config, out=str(folder)), function, screen)
+    path.write_text(to_yaml(run_config := replace(config, out=str(folder))), encoding="utf-8")
+    run.recipe = to_dict(run_config)
+    return run_and_close(run, last)
+
+
+def build(config: RunConfig, function: Callable[..., object] | None, screen: Screen) -> Run:
+    """Load what the recipe names. Everything that can fail for a user's mistake fails here, before training."""
+    task: Task = config.task.load()
+    for line in [*warnings_for(config), *task.notes]:
+        screen.say(f"note: {line}")
+    algorithm: Algorithm = config.algorithm
+    if not task.train:
+        raise UserError(f"task: {task.name} has no training rows")
+    reward = None
+    if algorithm.needs_reward:
+        reward = _reward(function or config.reward, task)
+    template = load_template(getattr(config.task, "template", None) or algorithm.template)
+    device = pick_device(config.engine.device)
+    tokenizer = load_tokenizer(config.model.name, config.model.trust_remote_code)
+    architecture = load_config(config.model.name, config.model.trust_remote_code)
+    stop = (*config.rollout.stop, *([template.stop] if template.stop else []))
+    sampling = Sampling(config.rollout.max_tokens, config.rollout.temperature, stop)
+    eval_tokens = config.eval.max_tokens or config.rollout.max_tokens
+    check_lengths(task.train, template, tokenizer, architecture, config.rollout.max_tokens)
+    check_lengths(task.test, template, tokenizer, architecture, eval_tokens)
+    if algorithm.needs_reward and reward is None and not _rewards_known(config, algorithm, task):
+        raise UserError(
+            f"reward: {type(algorithm).__name__} learns from rewards and task {task.name} has no grader; "
+            "name a reward (a grader, or path/to/file.py:name)"
+        )
+
+    _seed_everything(config.seed)
+    model = load_model(config.model.name, device=device, trust_remote_code=config.model.trust_remote_code)
+    reference = reference_model(config)
+    models = {model for score in algorithm.frozen for model in score.models}
+    needs_initial = "initial" in models or ("reference" in models and reference == "initial")
+    autocast = torch.bfloat16 if config.engine.autocast == "bfloat16" else None
+    engine = LocalEngine(
+        model,
+        initial=deepcopy(model) if needs_initial else None,
+        reference=reference,
+        micro_batch_tokens=config.engine.micro_batch_tokens,
+        autocast=autocast,
+        logprob_temperature=config.engine.logprob_temperature,
+        gradient_checkpointing=config.engine.gradient_checkpointing,
+        betas=config.optimizer.betas,
+        weight_decay=config.optimizer.weight_decay,
+        max_grad_norm=config.optimizer.max_grad_norm,
+    )
+    policy_rollout = TransformersRollout(model, tokenizer, autocast=autocast)
+    steps = planned_steps(config.steps, config.epochs, len(task.train), config.rollout.prompts)
+    return Run(
+        folder=Path(config.out or "."),
+        algorithm=algorithm,
+        model=model,
+        tokenizer=tokenizer,
+        template=template,
+        examples=task.train,
+        reward=reward,
+        rollout=policy_rollout if config.rollout.engine == "transformers" else DatasetRollout(tokenizer),
+        engine=engine,
+        evaluator=_evaluator(config, task, policy_rollout, reward, template, tokenizer, sampling),
+        sampling=sampling,
+        schedule=Schedule(config.optimizer.lr, steps, config.optimizer.warmup, config.optimizer.schedule),
+        steps=steps,
+        prompts=config.rollout.prompts,
+        completions=config.rollout.completions,
+        updates=updates_per_rollout(config) // config.optimizer.passes,
+        passes=config.optimizer.passes,
+        reference=reference,
+        max_regenerations=config.rollout.max_regenerations,
+        eval_every=config.eval.every,
+        checkpoint_every=config.checkpoint.every,
+        keep_last=config.checkpoint.keep_last,
+        shown_samples=config.log.samples,
+        seed=config.seed,
+        recipe=to_dict(config),
+        screen=screen,
+    )
+
+
+def check_lengths(
+    examples: list[Example], template: Template, tokenizer: Any, architecture: Any, max_tokens: int
+) -> None:
+    """Refuse prompts that leave no room for a completion in the model's context.
+
+    Raises:
+        UserError: naming the example and the lengths.
+    """
+    limit = context_length(architecture)
+    for example in examples[:CHECKED_PROMPTS]:
+        for name, ids in prompt_group(example, template, tokenizer).contexts.items():
+            if limit is not None and len(ids) + max_tokens > limit:
+                raise UserError(
+                    f"example {example.id!r}: its {name} has {len(ids)} tokens, and with max_tokens {max_tokens} "
+                    f"that is more than the model's context of {limit}; shorten it or lower max_tokens"
+                )
+
+
+def model_of_run(name: str) -> str:
+    """The newest checkpoint where `name` is a run folder; else the name itself."""
+    folder = Path(name)
+    if (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir():
+        return str(checkpoints.latest(folder).folder)
+    return name
+
+
+def _evaluator(
+    config: RunConfig,
+    task: Task,
+    rollout: TransformersRollout,
+    reward: Reward | None,
+    template: Template,
+    tokenizer: Any,
+    sampling: Sampling,
+) -> Evaluator | None:
+    if not task.test:
+        return None
+    if config.eval.reward is not None:
+        reward = build_reward(config.eval.reward)
+    elif reward is None:
+        reward = _reward(None, task)
+    if reward is None:
+        return None
+    return Evaluator(
+        name=task.name,
+        examples=task.test,
+        rollout=rollout,
+        reward=reward,
+        template=template,
+        tokenizer=tokenizer,
+        sampling=replace(
+            sampling,
+            max_tokens=config.eval.max_tokens or sampling.max_tokens,
+            temperature=config.eval.temperature,
+        ),
+        samples=config.eval.samples,
+        seed=derive_seed(config.seed, "eval"),
+    )
+
+
+def _reward(spec: str | Callable[..., object] | None, task: Task) -> Reward | None:
+    if isinstance(spec, str) and spec.endswith(PYTHON_REWARD):
+        raise UserError(
+            f"reward: this run's reward was {spec}; continue it from Python: covary.train(resume=..., reward=...)"
+        )
+    if spec is not None:
+        extract = task.grader.extract if task.grader else "none"
+        return build_reward(spec, default_extract=extract)
+    return build_reward(task.grader) if task.grader else None
+
+
+def _rewards_known(config: RunConfig, algorithm: Algorithm, task: Task) -> bool:
+    """Whether rewards come from the data or from the algorithm itself."""
+    own = type(algorithm).reward is not Algorithm.reward
+    given = config.rollout.engine == "dataset" and all(e.rewards is not None for e in task.train)
+    return own or given
+
+
+def _seed_everything(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(derive_seed(seed) % 2**32)
+    torch.manual_seed(seed)
+
+
+def run_and_close(run: Run, resume: checkpoints.Checkpoint | None) -> Trained:
+    """The loop, and the end of the graders' processes whatever happens."""
+    rewards = {id(r): r for r in (run.reward, run.evaluator.reward if run.evaluator else None) if r is not None}
+    try:
+        metrics = run_loop(run, resume)
+    finally:
+        for reward in rewards.values():
+            reward.close()
+    return Trained(run.folder, metrics, run.model, run.tokenizer)

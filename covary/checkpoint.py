@@ -1,0 +1,163 @@
+"""Checkpoints: complete or absent, ordinary Hugging Face folders, no pickle.
+
+`checkpoints/step-NNNNNN/` holds the model as transformers writes it (so it can be loaded, evaluated and
+exported directly), `training.safetensors` (optimizer, random states) and `state.json` (everything else).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from covary.log import no_library_bars
+from covary.types import RunError, UserError
+
+_NAME = re.compile(r"step-(\d+)")
+_PARTIAL = ".partial"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One complete checkpoint on disk."""
+
+    folder: Path
+    step: int
+
+    def state(self) -> dict[str, Any]:
+        """The loop's plain numbers."""
+        return json.loads((self.folder / "state.json").read_text(encoding="utf-8"))
+
+    def weights(self, like: nn.Module) -> dict[str, Tensor]:
+        """The policy's parameters by name, read as transformers reads them."""
+        with no_library_bars():
+            loaded = type(like).from_pretrained(self.folder, dtype=torch.float32, use_safetensors=True)  # pyright: ignore[reportAttributeAccessIssue]
+        return dict(loaded.named_parameters())
+
+    def training(self) -> dict[str, Tensor]:
+        """Optimizer tensors and random states."""
+        return load_file(self.folder / "training.safetensors")
+
+
+def checkpoints(run_folder: Path) -> list[Checkpoint]:
+    """Complete checkpoints of a run, oldest first, by number; other names are ignored."""
+    found = []
+    for folder in (run_folder / "checkpoints").glob("step-*"):
+        match = _NAME.fullmatch(folder.name)
+        if match and (folder / "state.json").is_file():
+            found.append(Checkpoint(folder, int(match[1])))
+    return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+def latest(run_folder: Path) -> Checkpoint:
+    """The newest complete checkpoint.
+
+    Raises:
+        UserError: the run has none.
+    """
+    found = checkpoints(run_folder)
+    if not found:
+        raise UserError(f"{run_folder} has no complete checkpoint under checkpoints/, so it cannot be resumed")
+    return found[-1]
+
+
+def save(
+    run_folder: Path,
+    step: int,
+    *,
+    model: nn.Module,
+    tokenizer: Any,
+    engine_state: Mapping[str, Tensor],
+    state: Mapping[str, Any],
+    keep_last: int,
+) -> Path:
+    """Write the checkpoint of `step` beside its final name, sync it to disk, rename it; then drop the oldest.
+
+    Args:
+        run_folder: the run's folder.
+        step: steps completed.
+        model: the policy (its configuration is written with the weights).
+        tokenizer: written beside it.
+        engine_state: `TrainEngine.state_dict()`.
+        state: plain JSON values.
+        keep_last: newest checkpoints to keep; -1 keeps all.
+
+    Raises:
+        RunError: the disk refused; earlier checkpoints are untouched.
+    """
+    parent = run_folder / "checkpoints"
+    final = parent / f"step-{step:06d}"
+    partial = parent / f"{final.name}{_PARTIAL}"
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        weights = {k.removeprefix("model."): v for k, v in engine_state.items() if k.startswith("model.")}
+        with no_library_bars():
+            model.save_pretrained(partial, state_dict=weights)  # pyright: ignore[reportCallIssue]
+        tokenizer.save_pretrained(partial)
+        training = {k: v for k, v in engine_state.items() if not k.startswith("model.")}
+        save_file({k: v.contiguous() for k, v in (training | _random_tensors()).items()}, partial / "training.safetensors")
+        (partial / "state.json").write_text(
+            json.dumps({**state, "step": step, "random": _random_numbers()}), encoding="utf-8"
+        )
+        for path in partial.rglob("*"):
+            _sync(path)
+        _sync(partial)
+        if final.exists():  # a resumed run that reaches the step again
+            shutil.rmtree(final)
+        os.rename(partial, final)
+        _sync(parent)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        kept = checkpoints(run_folder)
+        usable = f"the newest usable one is {kept[-1].folder}" if kept else "there is no earlier one"
+        raise RunError(f"checkpoint of step {step} could not be written ({error}); {usable}") from error
+    if keep_last >= 0:
+        for old in checkpoints(run_folder)[:-keep_last]:
+            shutil.rmtree(old.folder)
+    return final
+
+
+def restore_random(checkpoint: Checkpoint) -> None:
+    """Put back every random state that `save` recorded."""
+    tensors = checkpoint.training()
+    torch.set_rng_state(tensors["random.torch"])
+    if torch.cuda.is_available() and "random.cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["random.cuda"])
+    numbers = checkpoint.state()["random"]
+    version, internal, gauss = numbers["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, position, has_gauss, cached = numbers["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+
+
+def _random_tensors() -> dict[str, Tensor]:
+    states = {"random.torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["random.cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _random_numbers() -> dict[str, Any]:
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # pyright: ignore[reportAssignmentType]
+    return {"python": random.getstate(), "numpy": [name, np.asarray(keys).tolist(), position, has_gauss, cached]}
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,205 @@
+"""The command line. Exit code 0 on success, 2 for a user's mistake (one line on stderr), 1 otherwise.
+
+Heavy modules are imported inside the commands: `covary --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from covary.types import RunError, UserError
+
+app = typer.Typer(
+    help="Post-training of language models: GVPO and what it compares to.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, such as algorithm.beta=0.2 steps=12")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Plain lines, no progress bars.")]
+
+
+@app.command()
+def train(
+    recipe: Annotated[str | None, typer.Argument(help="A recipe file (YAML).")] = None,
+    overrides: Overrides = None,
+    resume: Annotated[Path | None, typer.Option(help="Continue this run folder.")] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Train from a recipe, or continue a run."""
+    from covary.api import resume_run, start_run
+    from covary.log import Screen
+
+    changes = list(overrides or [])
+    if resume is not None:
+        if recipe is not None and "=" in recipe:
+            recipe, changes = None, [recipe, *changes]
+        if recipe is not None:
+            raise UserError(
+                f"train --resume takes its recipe from the run folder; leave {recipe} out, and set what may change "
+                "(steps, eval, checkpoint, log) as key=value"
+            )
+        trained = resume_run(resume, {"overrides": changes}, None, Screen(quiet))
+    else:
+        config = _config(recipe, changes, default_out=True)
+        trained = start_run(config, None, Screen(quiet))
+    Screen(quiet).say(f"run folder: {trained.folder}")
+
+
+@app.command()
+def check(
+    recipe: Annotated[str, typer.Argument(help="A recipe file (YAML).")],
+    overrides: Overrides = None,
+    no_model: Annotated[bool, typer.Option("--no-model", help="Do not load the model or make a tiny step.")] = False,
+) -> None:
+    """Resolve a recipe without training: schedule, two prompts as the model sees them, gold answers graded."""
+    config = _config(recipe, list(overrides or []))
+    from covary.check import check as run_check
+    from covary.log import Screen
+
+    screen = Screen()
+    run_check(config, with_model=not no_model, screen=screen)
+    screen.say(f"{recipe}: ok")
+
+
+@app.command("eval")
+def evaluate(
+    model: Annotated[str, typer.Argument(help="Shipped name, folder, hub id, or a run folder.")],
+    task: Annotated[
+        str, typer.Option(help="Recipe files, .jsonl files or Reasoning Gym task names, separated by commas.")
+    ],
+    samples: Annotated[int, typer.Option("-n", "--samples", min=1, help="Completions per question.")] = 1,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 1.0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Token limit per completion.")] = 256,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the metrics to this file.")] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Accuracy over the test split of one or more tasks, with n samples per question."""
+    if not temperature > 0:
+        raise UserError(f"--temperature: takes a number above 0, got {temperature} (greedy accuracy is always shown)")
+    tasks = [_task(name.strip()) for name in task.split(",") if name.strip()]
+    from covary import api
+    from covary.log import Screen
+
+    screen = Screen(quiet)
+    metrics: dict[str, float] = {}
+    for one in tasks:
+        with screen.bar("evaluating", 1) as bar:
+            metrics |= api.evaluate(
+                model, one, samples=samples, temperature=temperature, max_tokens=max_tokens, seed=seed, on_progress=bar
+            )
+    for name, value in metrics.items():
+        screen.say(f"{name} {value:.4g}")
+    if json_file is not None:
+        json_file.write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    out: Annotated[Path, typer.Option(help="Where the Hugging Face folder goes.")],
+    step: Annotated[int | None, typer.Option(help="Which checkpoint; default: the newest.")] = None,
+) -> None:
+    """Write a run's model as a plain Hugging Face folder."""
+    from covary.export import export as run_export
+
+    typer.echo(f"exported to {run_export(run, out, step)}")
+
+
+@app.command("list")
+def list_names(
+    what: Annotated[str, typer.Argument(help="algorithms, tasks, rewards or recipes")],
+) -> None:
+    """Names that a recipe may use."""
+    listings = {"algorithms": _algorithms, "tasks": _tasks, "rewards": _rewards, "recipes": _recipes}
+    if what not in listings:
+        raise UserError(f"list: takes one of {', '.join(listings)}, got {what!r}")
+    for line in listings[what]():
+        typer.echo(line)
+
+
+def main() -> None:
+    """Entry point of the `covary` command."""
+    try:
+        app()
+    except UserError as error:
+        sys.stderr.write(f"error: {_one_line(error)}\n")
+        sys.exit(2)
+    except RunError as error:
+        sys.stderr.write(f"stopped: {_one_line(error)}\n")
+        sys.exit(1)
+
+
+def _config(recipe: str | None, overrides: list[str], default_out: bool = False) -> Any:
+    from covary.config import apply_overrides, load_recipe, validate
+
+    if recipe is None:
+        raise UserError("train: name a recipe file, or --resume RUN; `covary list recipes` shows the shipped ones")
+    path = _recipe_path(recipe)
+    data = apply_overrides(load_recipe(path), overrides)
+    if default_out and data.get("out") is None:
+        data["out"] = f"runs/{path.stem}"
+    return validate(data, where=str(path))
+
+
+def _recipe_path(name: str) -> Path:
+    """A file, or the name of a shipped recipe."""
+    path = Path(name)
+    shipped = {p.stem: p for p in _recipe_files()}
+    return shipped[name] if not path.exists() and name in shipped else path
+
+
+def _task(name: str) -> Any:
+    """A task family's object from a recipe, a data file, or a Reasoning Gym task's name."""
+    if name.endswith((".yaml", ".yml")) or name in {p.stem for p in _recipe_files()}:
+        return _config(name, []).task
+    from covary.tasks import TASKS
+
+    if name.endswith((".jsonl", ".json")):
+        return TASKS["jsonl"](path=name, test_path=name, train=0)
+    return TASKS["reasoning_gym"](tasks={name: {}}, train=0)
+
+
+def _algorithms() -> list[str]:
+    from covary.algorithms import ALGORITHMS
+
+    return [f"{name}: {_summary(cls)}" for name, cls in ALGORITHMS.items()]
+
+
+def _tasks() -> list[str]:
+    from covary.tasks import TASKS
+
+    return [f"{name}: {_summary(cls)}" for name, cls in TASKS.items()]
+
+
+def _rewards() -> list[str]:
+    from covary.rewards import GRADERS
+
+    return [*(f"{name}: {_summary(f)}" for name, f in GRADERS.items()), "path/to/file.py:function: your own"]
+
+
+def _recipes() -> list[str]:
+    return [f"{path.stem}: {path}" for path in _recipe_files()]
+
+
+def _recipe_files() -> list[Path]:
+    """Shipped recipes: inside the installed package, or beside it in a checkout."""
+    package = Path(__file__).parent
+    folder = package / "recipes" if (package / "recipes").is_dir() else package.parent / "recipes"
+    return sorted(folder.rglob("*.yaml"))
+
+
+def _summary(thing: Any) -> str:
+    return (thing.__doc__ or "").strip().splitlines()[0]
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

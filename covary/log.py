@@ -1,0 +1,136 @@
+"""What a run leaves behind and what its user sees: metrics.jsonl, rollouts/, lines and progress bars."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from covary.jsonlines import dump_line
+from covary.types import Group
+
+SHOWN = ("reward/mean", "loss", "grad_norm", "kl/old", "completion/length")
+"""Metrics of the line a step."""
+
+
+class Screen:
+    """Terminal output. `quiet`, and anything that is no terminal, gets plain lines without bars."""
+
+    def __init__(self, quiet: bool = False, silent: bool = False) -> None:
+        self.console = Console(highlight=False, soft_wrap=True, quiet=silent)
+        self.quiet = quiet
+        self._progress: Progress | None = None
+
+    def say(self, text: str) -> None:
+        """One plain line. Control characters are shown escaped: completions are untrusted text."""
+        safe = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+        console = self._progress.console if self._progress else self.console
+        console.print(safe.encode(console.encoding, "backslashreplace").decode(console.encoding), markup=False)
+
+    @contextmanager
+    def bar(self, name: str, total: int) -> Iterator[_Bar]:
+        """A progress bar on a terminal; nothing elsewhere."""
+        if self.quiet or not self.console.is_terminal:
+            yield _Bar(None, None)
+            return
+        if self._progress is None:
+            self._progress = Progress(
+                TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+                console=self.console, transient=True,
+            )  # fmt: skip
+            self._progress.start()
+        task = self._progress.add_task(name, total=total)
+        try:
+            yield _Bar(self._progress, task)
+        finally:
+            self._progress.remove_task(task)
+            if not self._progress.tasks:
+                self._progress.stop()
+                self._progress = None
+
+
+class _Bar:
+    def __init__(self, progress: Progress | None, task: object) -> None:
+        self._progress, self._task = progress, task
+
+    def __call__(self, done: int, total: int | None = None) -> None:
+        if self._progress is not None:
+            self._progress.update(self._task, completed=done, total=total)  # pyright: ignore[reportArgumentType]
+
+
+@contextmanager
+def no_library_bars() -> Iterator[None]:
+    """Silence the progress bars of transformers for a while; they would tear ours and fill log files."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+class RunLog:
+    """The files of a run folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.metrics_path = folder / "metrics.jsonl"
+        (folder / "rollouts").mkdir(parents=True, exist_ok=True)
+
+    def position(self) -> int:
+        """Bytes of metrics.jsonl so far."""
+        return self.metrics_path.stat().st_size if self.metrics_path.exists() else 0
+
+    def rewind(self, position: int, step: int) -> None:
+        """Forget metrics behind `position` and rollouts of steps after `step`: a resumed run makes them again."""
+        with open(self.metrics_path, "ab") as file:
+            file.truncate(position)
+        for path in (self.folder / "rollouts").glob("step-*.jsonl"):
+            if path.stem.removeprefix("step-").isdigit() and int(path.stem.removeprefix("step-")) > step:
+                path.unlink()
+
+    def metrics(self, row: Mapping[str, float]) -> None:
+        """Append one step's numbers; what is not finite becomes null (JSON has no NaN)."""
+        clean = {name: value if math.isfinite(value) else None for name, value in row.items()}
+        with open(self.metrics_path, "a", encoding="ascii") as file:
+            file.write(json.dumps(clean) + "\n")
+
+    def rollouts(self, step: int, groups: Sequence[Group]) -> None:
+        """One line per completion of a step, those that left the update included (weight null)."""
+        with open(self.folder / "rollouts" / f"step-{step:06d}.jsonl", "w", encoding="ascii") as file:
+            for group in groups:
+                rewards = group.rewards or [None] * len(group.completions)
+                for completion, reward in zip(group.completions, rewards, strict=True):
+                    row = {
+                        "id": group.example.id,
+                        "prompt": group.example.prompt,
+                        "answer": group.example.answer,
+                        "completion": completion.text,
+                        "reward": reward,
+                        "weight": completion.weight,
+                        "source": completion.source,
+                        "finish": completion.finish,
+                        "tokens": len(completion.tokens),
+                    }
+                    file.write(dump_line(row))
+
+
+def step_line(row: Mapping[str, float], steps: int) -> str:
+    """The line a step: what a person watches."""
+    parts = [f"step {int(row['step'])}/{steps}"]
+    parts += [f"{name} {row[name]:.4g}" for name in SHOWN if name in row]
+    parts += [
+        f"{name} {value:.3f}"
+        for name, value in row.items()
+        if name.startswith("eval/") and name.rpartition("/")[2].startswith(("accuracy", "greedy", "pass@"))
+    ]
+    seconds = sum(value for name, value in row.items() if name.startswith("time/"))
+    return "  ".join([*parts, *([f"{seconds:.1f} s"] if seconds else [])])

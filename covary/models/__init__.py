@@ -1,0 +1,1 @@
+"""Loading models and exporting them to plain Hugging Face folders."""

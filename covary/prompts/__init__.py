@@ -1,0 +1,125 @@
+"""Prompt templates: examples -> prompt token ids, by context.
+
+A template is a YAML file that declares its pieces:
+
+    contexts:            # name -> text with {question} and {answer}, or the word `chat`: the tokenizer's own template
+      prompt: chat
+    stop: "</think>"     # optional: what ends a sampled trace
+    glue: "\\n<answer>"   # optional: fixed tokens between the trace and the reference answer
+    answer: "{answer}</answer>"   # optional: the reference answer, appended and scored after the trace
+
+Shipped templates lie beside this file; a recipe may name a path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from covary.types import Example, Group, UserError
+
+_KEYS = ("contexts", "stop", "glue", "answer")
+
+
+@dataclass(frozen=True)
+class Template:
+    """The pieces of a prompt form (see the module's text)."""
+
+    name: str
+    contexts: Mapping[str, str] = field(default_factory=lambda: {"prompt": "chat"})
+    stop: str | None = None
+    glue: str = ""
+    answer: str | None = None
+
+
+def shipped_templates() -> list[str]:
+    """Names of the templates that come with covary."""
+    return sorted(path.stem for path in Path(__file__).parent.glob("*.yaml"))
+
+
+def load_template(name: str) -> Template:
+    """A shipped template by name, or a YAML file by path.
+
+    Raises:
+        UserError: no such template, an unknown key, or no `prompt` context.
+    """
+    path = Path(__file__).parent / f"{name}.yaml" if "/" not in name and "." not in name else Path(name)
+    if not path.is_file():
+        near = get_close_matches(name, shipped_templates(), n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UserError(f"template {name!r} is no file and not shipped (shipped: {', '.join(shipped_templates())}){hint}")
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise UserError(f"template {path}: not valid YAML ({str(error).splitlines()[0]})") from error
+    contexts = data.get("contexts") if isinstance(data, dict) else None
+    if not isinstance(contexts, dict) or "prompt" not in contexts:
+        raise UserError(f"template {path}: needs `contexts` with at least `prompt`")
+    unknown = [key for key in data if key not in _KEYS]
+    if unknown:
+        raise UserError(f"template {path}: unknown key {unknown[0]!r}; valid keys: {', '.join(_KEYS)}")
+    return Template(name, contexts, data.get("stop"), data.get("glue") or "", data.get("answer"))
+
+
+def prompt_group(example: Example, template: Template, tokenizer: Any) -> Group:
+    """A group without completions: every context of the template rendered and encoded for `example`.
+
+    Raises:
+        UserError: a chat prompt without a chat template, an example without the answer a context needs,
+            or a prompt of no tokens.
+    """
+    contexts = {
+        name: _encode(example, form, tokenizer, where=f"example {example.id!r}, context {name!r}")
+        for name, form in template.contexts.items()
+    }
+    answer = None
+    if template.answer is not None and example.answer is not None:
+        answer = tokenizer.encode(fill(template.answer, example), add_special_tokens=False)
+    return Group(example, contexts, answer_tokens=answer)
+
+
+def fill(form: str, example: Example) -> str:
+    """`form` with {question} and {answer} put in; other braces stay (mathematics is full of them)."""
+    if "{answer}" in form and example.answer is None:
+        raise UserError(f"example {example.id!r} has no answer, and the template's text {form!r} shows it")
+    # Split first, so that a question that itself contains "{answer}" is left alone.
+    parts = [part.replace("{question}", _question(example)) for part in form.split("{answer}")]
+    return (example.answer or "").join(parts)
+
+
+def _encode(example: Example, form: str, tokenizer: Any, where: str) -> list[int]:
+    if form != "chat":
+        ids = tokenizer.encode(fill(form, example))
+    elif isinstance(example.prompt, str):
+        ids = tokenizer.encode(example.prompt)
+    elif tokenizer.chat_template is None:
+        raise UserError(
+            f"{where}: the prompt is a chat, and the model's tokenizer has no chat template; "
+            "use a text template (task.template: r1) or raw text prompts"
+        )
+    else:
+        # Rendered and encoded in one call: encoding rendered text again would add a second start token.
+        ids = tokenizer.apply_chat_template(
+            example.prompt, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+    if not ids:
+        raise UserError(f"{where}: the prompt has no tokens")
+    return list(ids)
+
+
+def _question(example: Example) -> str:
+    """The text of a one-turn prompt, its system message first."""
+    if isinstance(example.prompt, str):
+        return example.prompt
+    turns = [message for message in example.prompt if message["role"] != "system"]
+    if len(turns) != 1 or turns[0]["role"] != "user":
+        raise UserError(
+            f"example {example.id!r}: a text template takes one user message (and a system message), "
+            f"got roles {[message['role'] for message in example.prompt]}"
+        )
+    return "\n\n".join(message["content"] for message in example.prompt)

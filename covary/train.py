@@ -1,0 +1,531 @@
+"""The loop, read top to bottom: no branch on an algorithm's name.
+
+    prompts -> plan -> generate -> rewards (or early scores and algorithm.reward) -> select
+      -> the other frozen scores -> prepare -> for each optimizer batch: forward_backward, step
+      -> metrics, samples -> evaluate, checkpoint
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from covary import checkpoint as checkpoints
+from covary.batch import Algorithm, Batch, RolloutEngine, Scores, TrainEngine, one_process
+from covary.collate import attach, attach_features, collate, rows_of, take_rows
+from covary.evaluate import Evaluator, grade
+from covary.log import RunLog, Screen, step_line
+from covary.ops import all_equal, k3
+from covary.prompts import Template, prompt_group
+from covary.rewards import Reward
+from covary.rollout.pieces import append_answers
+from covary.seeding import derive_seed
+from covary.types import Example, Group, RunError, Sampling, Score, Stream
+
+WATCHED_GROUPS = 4  # prompts a step whose rollout log-probs are compared with the trainer's
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate of each step."""
+
+    lr: float
+    steps: int
+    warmup: float = 0.0
+    shape: str = "constant"
+
+    def __call__(self, step: int) -> float:
+        """Learning rate of the step after `step` completed ones: linear warm-up, then constant, linear or cosine to 0."""
+        warmup = math.floor(self.warmup * self.steps if self.warmup < 1 else self.warmup)
+        if step < warmup:
+            return self.lr * (step + 1) / warmup
+        done = (step - warmup) / max(1, self.steps - warmup)
+        shapes = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
+        return self.lr * shapes[self.shape]
+
+
+def planned_steps(steps: int | None, epochs: float | None, rows: int, prompts: int) -> int:
+    """Steps of a run: as set, or as many as go through `rows` training rows `epochs` times."""
+    return steps if steps is not None else max(1, math.ceil((epochs or 0) * rows / prompts))
+
+
+@dataclass
+class Sampler:
+    """Training examples in a new order each epoch, without repeating or skipping one; its position is its state."""
+
+    examples: Sequence[Example]
+    seed: int
+    position: int = 0
+    _epoch: int = -1
+
+    def draw(self, count: int) -> list[Example]:
+        """The next `count` examples."""
+        drawn = []
+        for index in range(self.position, self.position + count):
+            epoch, place = divmod(index, len(self.examples))
+            drawn.append(self.examples[int(self._order(epoch)[place])])
+        self.position += count
+        return drawn
+
+    def _order(self, epoch: int) -> np.ndarray:
+        if self._epoch != epoch:
+            self._epoch = epoch
+            rng = np.random.default_rng(derive_seed(self.seed, "epoch", epoch))
+            self._permutation = rng.permutation(len(self.examples))
+        return self._permutation
+
+
+@dataclass
+class Run:
+    """A run as objects. `api.py` makes it from a recipe.
+
+    Attributes:
+        prompts: prompts a rollout.
+        completions: k.
+        updates: optimizer batches per pass over a rollout.
+        passes: passes over a rollout.
+        reference: what the stream `reference` means, `old` or `initial`.
+        recipe: stored in every checkpoint; a resume compares it.
+        warned: whether unscorable rows were spoken of.
+    """
+
+    folder: Path
+    algorithm: Algorithm
+    model: nn.Module
+    tokenizer: Any
+    template: Template
+    examples: Sequence[Example]
+    reward: Reward | None
+    rollout: RolloutEngine
+    engine: TrainEngine
+    evaluator: Evaluator | None
+    sampling: Sampling
+    schedule: Schedule
+    steps: int
+    prompts: int
+    completions: int
+    updates: int
+    passes: int = 1
+    reference: str = "old"
+    max_regenerations: int = 4
+    eval_every: int | None = None
+    checkpoint_every: int | None = None
+    keep_last: int = 2
+    shown_samples: int = 2
+    seed: int = 0
+    recipe: dict[str, Any] = field(default_factory=dict)
+    screen: Screen = field(default_factory=Screen)
+    warned: bool = False
+
+
+@dataclass
+class Progress:
+    """What the loop itself carries from step to step; saved with every checkpoint."""
+
+    step: int = 0
+    updates: int = 0
+    position: int = 0
+    algorithm: dict[str, float] = field(default_factory=dict)
+
+
+def train(run: Run, resume: checkpoints.Checkpoint | None = None) -> dict[str, float]:
+    """Train to `run.steps`; returns the last row of metrics.
+
+    Raises:
+        RunError: the run cannot go on (every row of a step failed, or the disk refused a checkpoint).
+    """
+    log = RunLog(run.folder)
+    progress = Progress()
+    row: dict[str, float] = {}
+    if resume is not None:
+        progress, row = _restore(run, log, resume)
+    else:
+        row = {"step": 0, **_evaluate(run)}
+        log.metrics(row)
+        run.screen.say(step_line(row, run.steps))
+    sampler = Sampler(run.examples, run.seed, progress.position)
+
+    with run.screen.bar("training", run.steps) as bar:
+        while progress.step < run.steps:
+            bar(progress.step)
+            position = log.position()
+            row = train_step(run, sampler, progress, log)
+            progress.position = sampler.position
+            scheduled = run.eval_every is not None and progress.step % run.eval_every == 0
+            if scheduled:
+                row |= _evaluate(run)
+            last = progress.step == run.steps
+            if last or (run.checkpoint_every is not None and progress.step % run.checkpoint_every == 0):
+                # Before the final evaluation: that one is no part of a longer run's metrics.
+                _save(run, progress, {"metrics_position": position, "row": row})
+            if last and not scheduled:
+                row = row | _evaluate(run)
+            log.metrics(row)
+            run.screen.say(step_line(row, run.steps))
+    return row
+
+
+def train_step(run: Run, sampler: Sampler, progress: Progress, log: RunLog) -> dict[str, float]:
+    """One rollout and its updates; returns its metrics and moves `progress`."""
+    clock = _Clock()
+    count: dict[str, float] = defaultdict(float)
+    step = progress.step + 1
+
+    everything, groups = collect(run, sampler, progress, clock, count)
+    with clock("score"):
+        metrics = _watch_sampling(run, groups)
+        deferred = _score_frozen(run, groups)
+    batch = collate(groups, run.sampling.max_tokens)
+    batch = _drop(run, groups, batch, _finite(batch.numbers, len(batch)), count)
+    with clock("score"):
+        batch = batch.with_numbers(run.algorithm.prepare(batch, one_process)) if len(batch) else batch
+    keep = _finite(batch.numbers, len(batch)) & batch.learn
+    batch = _drop(run, groups, batch, keep, count, counted=batch.learn)
+    lr = run.schedule(progress.step)
+    with clock("train"):
+        metrics |= update(run, groups, batch, deferred, lr, progress, count)
+
+    log.rollouts(step, everything)
+    for text in _shown(run, everything):
+        run.screen.say(text)
+    progress.step = step
+    return {"step": step, **_rollout_metrics(everything, count), **metrics, "lr": lr, **clock.metrics(everything)}
+
+
+def collect(
+    run: Run, sampler: Sampler, progress: Progress, clock: _Clock, count: dict[str, float]
+) -> tuple[list[Group], list[Group]]:
+    """Completions with rewards: everything that was sampled, and the groups to learn from.
+
+    Groups that `select` drops are replaced by new prompts, at most `max_regenerations` times.
+    """
+    everything: list[Group] = []
+    kept: list[Group] = []
+    errors: list[str] = []
+    missing = run.prompts
+    for draw in range(1 + run.max_regenerations):
+        examples = sampler.draw(missing)
+        with clock("rollout"):
+            groups = generate(run, examples, progress, draw)
+        everything += groups
+        early = [score for score in run.algorithm.frozen if score.early]
+        with clock("score"):
+            attach(groups, run.engine.score(groups, early) if early and groups else {})
+        with clock("reward"):
+            errors += _reward(run, groups)
+        groups = _usable(run, groups, count)
+        if not groups:
+            break
+        batch = collate(groups, run.sampling.max_tokens)
+        selected, progress.algorithm = run.algorithm.select(batch, progress.algorithm)
+        if selected is None:
+            kept += groups
+            break
+        chosen = [group for group, keep in zip(groups, selected.tolist(), strict=True) if keep]
+        count["groups/deselected"] += len(groups) - len(chosen)
+        kept += chosen
+        missing = len(groups) - len(chosen)
+        if missing == 0:
+            break
+    _warn_unscorable(run, errors, count, nothing_left=not kept)
+    return everything, kept
+
+
+def generate(run: Run, examples: Sequence[Example], progress: Progress, draw: int) -> list[Group]:
+    """Completions of `examples` as the algorithm plans them, encoded as they will be scored."""
+    seed = derive_seed(run.seed, "rollout", progress.step, draw)
+    plans = run.algorithm.plan(examples, run.completions, np.random.default_rng(seed))
+    groups = [prompt_group(example, run.template, run.tokenizer) for example in examples]
+    groups = run.rollout.generate(plans, groups, run.sampling, seed)
+    groups = append_answers(groups, run.template, run.tokenizer)
+    attach_features(groups, run.algorithm)
+    return groups
+
+
+def update(
+    run: Run,
+    groups: list[Group],
+    batch: Batch,
+    deferred: dict[str, str],
+    lr: float,
+    progress: Progress,
+    count: dict[str, float],
+) -> dict[str, float]:
+    """Every optimizer update of one rollout; returns their metrics, averaged over updates."""
+    sums: dict[str, list[float]] = defaultdict(list)
+    first_of_group = _group_starts(batch)
+    for _ in range(run.passes):
+        for part in np.array_split(np.arange(batch.num_groups), run.updates):
+            if len(part) == 0:
+                continue  # no rows: the step is skipped
+            rows = [row for g in part for row in range(first_of_group[g], first_of_group[g + 1])]
+            optimizer_batch = batch.take(rows).with_totals(run.algorithm.normalisers)
+            optimizer_batch = replace(optimizer_batch, current=deferred)
+            chosen = [groups[g] for g in part]
+            scores = run.engine.forward_backward(chosen, optimizer_batch, run.algorithm)
+            grad_norm = run.engine.step(lr)
+            progress.updates += 1
+            run.rollout.load_weights(None, progress.updates)
+            count["updates/skipped"] += not math.isfinite(grad_norm)
+            deferred = {}  # the parameters moved: nothing is current any more
+            finite = _finite(scores, len(rows))
+            count["rows/invalid"] += int((~finite).sum())
+            if not finite.any():
+                raise RunError(f"step {progress.step + 1}: every log-prob of an update is non-finite; the model is broken")
+            index = finite.nonzero().squeeze(1)
+            scores = {name: value[index] for name, value in scores.items()}
+            seen = _fill(optimizer_batch.take(index), scores)
+            for name, value in _update_metrics(run, rows_of(chosen), index, scores, seen).items():
+                sums[name].append(value)
+            sums["grad_norm"].append(grad_norm)
+    return {name: float(np.mean(values)) for name, values in sums.items()}
+
+
+# -- rows that leave -------------------------------------------------------------------------------------
+
+
+def _usable(run: Run, groups: list[Group], count: dict[str, float]) -> list[Group]:
+    """Rows without tokens (they have no log-prob) or without a needed reward leave, and groups that become too small."""
+    rows = rows_of(groups)
+    rewards = [reward for group in groups for reward in group.rewards or [None] * len(group.completions)]
+    empty = {i for i, row in enumerate(rows) if not row.tokens}
+    unscorable = {i for i, reward in enumerate(rewards) if reward is None and run.algorithm.needs_reward}
+    count["rows/invalid"] += len(empty)
+    count["rows/unscorable"] += len(unscorable)
+    kept = take_rows(groups, [i for i in range(len(rows)) if i not in empty | unscorable])
+    large = [g for g in kept if sum(c.learn for c in g.completions) >= run.algorithm.min_group]
+    count["groups/singleton"] += len(groups) - len(large)
+    return large
+
+
+def _drop(
+    run: Run, groups: list[Group], batch: Batch, keep: Tensor, count: dict[str, float], counted: Tensor | None = None
+) -> Batch:
+    """Leave out rows (in `groups` and `batch` alike) and groups that become too small."""
+    if not len(batch):
+        return batch
+    count["rows/invalid"] += int((~keep & (counted if counted is not None else True)).sum())
+    learning = torch.bincount(batch.group[keep & batch.learn], minlength=batch.num_groups)
+    enough = learning >= max(1, run.algorithm.min_group)
+    count["groups/singleton"] += int((~enough).sum())
+    rows = (keep & enough[batch.group]).nonzero().squeeze(1)
+    groups[:] = take_rows(groups, rows.tolist())
+    return batch.take(rows)
+
+
+def _finite(numbers: Any, rows: int) -> Tensor:
+    """Rows whose every number is finite."""
+    finite = torch.ones(rows, dtype=torch.bool)
+    for value in numbers.values():
+        finite &= value.isfinite().reshape(rows, -1).all(-1)
+    return finite
+
+
+def _warn_unscorable(run: Run, errors: list[str], count: dict[str, float], nothing_left: bool) -> None:
+    if nothing_left and errors:
+        raise RunError(f"no completion of this step could be scored; the first reason: {errors[0]}")
+    if errors and not run.warned:
+        run.warned = True
+        run.screen.say(f"warning: {len(errors)} completions could not be scored and left; the first: {errors[0]}")
+
+
+# -- scores and rewards ----------------------------------------------------------------------------------
+
+
+def _reward(run: Run, groups: list[Group]) -> list[str]:
+    """Rewards from the data, from the algorithm's own early scores, or from the grader, in this order."""
+    if not groups or all(group.rewards is not None for group in groups):
+        return []
+    own = run.algorithm.reward(collate(groups, run.sampling.max_tokens))
+    if own is None:
+        return grade(groups, run.reward) if run.reward is not None else []
+    values = iter(own.tolist())
+    for group in groups:
+        group.rewards = [value if math.isfinite(value) else None for value in (next(values) for _ in group.completions)]
+    return []
+
+
+def _score_frozen(run: Run, groups: list[Group]) -> dict[str, str]:
+    """Score what is frozen and not early. Returns frozen name -> trained name, equal until the first update.
+
+    With one update per rollout such a score is not computed here: the engine fills it from its live twin.
+    """
+    twins = {f.name: t.name for f in run.algorithm.frozen for t in run.algorithm.trained if _same_now(run, f, t)}
+    single = run.updates * run.passes == 1
+    wanted = [s for s in run.algorithm.frozen if not s.early and not (single and s.name in twins)]
+    if wanted and groups:
+        attach(groups, run.engine.score(groups, wanted))
+    return twins
+
+
+def _same_now(run: Run, frozen: Score, trained: Score) -> bool:
+    """Whether a frozen score is what the trained one gives before the first update."""
+
+    def current(stream: Stream) -> Stream:
+        model = run.reference if stream.model == "reference" else stream.model
+        return replace(stream, model="policy" if model == "old" else model)
+
+    def key(score: Score) -> tuple:
+        return (tuple(map(current, score.stream_pair)), score.quantity, score.tokens, score.level, score.per)
+
+    return key(frozen) == key(trained)
+
+
+def _watch_sampling(run: Run, groups: list[Group]) -> dict[str, float]:
+    """`kl/sampling`: the rollout engine's log-probs against the trainer's, at the rollout temperature."""
+    watched = [
+        replace(group, completions=known, rewards=None)
+        for group in groups[:WATCHED_GROUPS]
+        if (known := [c for c in group.completions if c.logps is not None and not c.greedy])
+    ]
+    if not watched:
+        return {}
+    difference: list[Tensor] = []
+    for context in {completion.context for completion in rows_of(watched)}:
+        here = [
+            replace(group, completions=rows)
+            for group in watched
+            if (rows := [c for c in group.completions if c.context == context])
+        ]
+        score = Score("watch", Stream("policy", context))
+        values = run.engine.score(here, [score], temperature=run.sampling.temperature)["watch"]
+        difference += [
+            torch.tensor(completion.logps) - value for completion, value in zip(rows_of(here), values, strict=True)
+        ]
+    return {"kl/sampling": float(k3(torch.cat(difference)).mean())}
+
+
+def _fill(batch: Batch, scores: Scores) -> Batch:
+    """The batch as the loss saw it: frozen numbers that were not scored equal their live twins."""
+    return batch.with_numbers({f: scores[t] for f, t in batch.current.items() if f not in batch})
+
+
+# -- metrics ---------------------------------------------------------------------------------------------
+
+
+def _update_metrics(
+    run: Run, rows: list[Any], index: Tensor, scores: Scores, batch: Batch
+) -> dict[str, float]:
+    """Loss, the algorithm's own metrics, KL to the other policies; sets each row's weight at its first update."""
+    leaves = {name: value.detach().requires_grad_() for name, value in scores.items()}
+    loss = run.algorithm.loss(leaves, batch)
+    metrics = {"loss": float(loss.detach()), **run.algorithm.metrics(scores, batch)}
+    policy = next((s.name for s in run.algorithm.trained if s.name == "policy" and s.level == "token"), None)
+    if policy is None:
+        return metrics
+    gradient = torch.autograd.grad(loss, leaves[policy], allow_unused=True)[0]
+    if gradient is not None:
+        weights = -gradient.sum(-1) / batch.mask.sum(-1).clamp(min=1) * batch.total("rows")
+        for i, weight in zip(index.tolist(), weights.tolist(), strict=True):
+            if rows[i].weight is None:
+                rows[i].weight = weight
+    for score in run.algorithm.frozen:
+        model = run.reference if score.name == "reference" else score.name
+        if model in ("old", "initial") and score.level == "token" and score.tokens == "sampled":
+            # Samples come from the old policy: KL(old || policy); KL(policy || initial) as usual.
+            d = scores[policy] - batch[score.name]
+            metrics[f"kl/{model}"] = float(k3(-d if model == "old" else d)[batch.mask].mean())
+    return metrics
+
+
+def _rollout_metrics(everything: list[Group], count: dict[str, float]) -> dict[str, float]:
+    rows = rows_of(everything)
+    lengths = [len(row.tokens) for row in rows]
+    logps = [logp for row in rows if row.logps is not None and not row.greedy for logp in row.logps]
+    rewards = [r for g in everything for r in g.rewards or [] if r is not None]
+    metrics = {
+        "completion/length": float(np.mean(lengths)),
+        "completion/truncated": float(np.mean([row.finish == "length" for row in rows])),
+        "rows/invalid": count["rows/invalid"],
+        "rows/unscorable": count["rows/unscorable"],
+        "groups/singleton": count["groups/singleton"],
+        "updates/skipped": count["updates/skipped"],
+    }
+    if "groups/deselected" in count:
+        metrics["groups/deselected"] = count["groups/deselected"]
+    if logps:
+        # Minus the mean log-prob of samples is an unbiased estimate of the sampling policy's token entropy.
+        metrics["entropy"] = -float(np.mean(logps))
+    if rewards:
+        metrics |= {"reward/mean": float(np.mean(rewards)), "reward/std": float(np.std(rewards))}
+        groups = torch.tensor([g for g, group in enumerate(everything) for r in group.rewards or [] if r is not None])
+        dense = groups.unique(return_inverse=True)[1]
+        metrics["groups/zero_variance"] = float(all_equal(torch.tensor(rewards, dtype=torch.float64), dense).sum())
+    return metrics
+
+
+def _shown(run: Run, groups: list[Group]) -> Iterator[str]:
+    for group in groups[: run.shown_samples]:
+        completion, reward = group.completions[0], (group.rewards or [None])[0]
+        prompt = group.example.prompt
+        question = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+        yield f"    {question[-80:]!r} -> {completion.text[:120]!r}  reward {'none' if reward is None else f'{reward:g}'}"
+
+
+class _Clock:
+    """Seconds of each part of a step."""
+
+    def __init__(self) -> None:
+        self.start = time.perf_counter()
+        self.seconds = dict.fromkeys(("rollout", "reward", "score", "train"), 0.0)
+
+    @contextmanager
+    def __call__(self, part: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[part] += time.perf_counter() - start
+
+    def metrics(self, groups: list[Group]) -> dict[str, float]:
+        tokens = sum(len(row.tokens) for row in rows_of(groups))
+        rate = tokens / (time.perf_counter() - self.start)
+        return {**{f"time/{name}": s for name, s in self.seconds.items()}, "tokens_per_second": rate}
+
+
+# -- evaluation and checkpoints --------------------------------------------------------------------------
+
+
+def _evaluate(run: Run) -> dict[str, float]:
+    return run.evaluator()[0] if run.evaluator is not None else {}
+
+
+def _save(run: Run, progress: Progress, log_state: dict[str, Any]) -> None:
+    checkpoints.save(
+        run.folder,
+        progress.step,
+        model=run.model,
+        tokenizer=run.tokenizer,
+        engine_state=run.engine.state_dict(),
+        state={"progress": asdict(progress), "recipe": run.recipe, **log_state},
+        keep_last=run.keep_last,
+    )
+
+
+def _restore(run: Run, log: RunLog, resume: checkpoints.Checkpoint) -> tuple[Progress, dict[str, float]]:
+    """Model, optimizer, random states, position; metrics and rollouts behind the checkpoint are forgotten."""
+    state = resume.state()
+    weights = {f"model.{name}": value for name, value in resume.weights(run.model).items()}
+    run.engine.load_state_dict({**resume.training(), **weights})
+    checkpoints.restore_random(resume)
+    progress, row = Progress(**state["progress"]), state["row"]
+    run.rollout.load_weights(None, progress.updates)
+    log.rewind(state["metrics_position"], progress.step)
+    if progress.step == run.steps and not (run.eval_every and progress.step % run.eval_every == 0):
+        row = row | _evaluate(run)  # the run had ended: its final evaluation belongs to its last row
+    log.metrics(row)
+    run.screen.say(f"resumed after step {progress.step} from {resume.folder}")
+    return progress, row
+
+
+def _group_starts(batch: Batch) -> list[int]:
+    sizes = torch.bincount(batch.group) if len(batch) else torch.zeros(0, dtype=torch.long)
+    return [0, *sizes.cumsum(0).tolist()]

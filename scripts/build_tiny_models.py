@@ -1,0 +1,347 @@
+"""Makes the tiny model that ships in `covary/models/tiny`: it knows two-digit sums and often does not say so.
+
+Reinforcement learning sharpens what a model can already do. So that a run of minutes on a CPU has
+something to sharpen, the model is taught in two phases on Reasoning Gym's `chain_sum` questions:
+
+1. learning: right answers only, until it computes questions it has never seen;
+2. habit: a short phase on right and wrong answers mixed. What it knows stays; at temperature 1 it now
+   slips about two times in three, the way people do (a carry forgotten, off by one, a wrong sign).
+
+Questions of the quickstart's test split are in neither phase, in no form of words.
+
+    python scripts/build_tiny_models.py [--out DIR] [--seed 0] [--steps N]
+
+Deterministic for a given seed, number of threads and torch build.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import time
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from covary.rollout.transformers import TransformersRollout
+from covary.tasks.reasoning_gym import ReasoningGym
+from covary.types import Example, Group, Request, Sampling
+
+SHIPPED = Path(__file__).resolve().parent.parent / "covary" / "models" / "tiny"
+
+# The quickstart's task: its test split is what the model must not have seen.
+TASK = ReasoningGym(
+    tasks={"chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}}, train=2000, test=200
+)
+
+THREADS = 2
+STEPS = 1200
+HABIT_SHARE = 0.125  # of the steps
+BATCH = 256
+LEARNING_RATE, HABIT_RATE = 3e-3, 5e-4
+
+PAD, TURN, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+VOCABULARY = 512
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
+)
+
+
+# ---------------------------------------------------------------------------------------------- questions
+
+
+class Sum(NamedTuple):
+    """One question: `a + b` or `a - b`, both from 0 to 99."""
+
+    a: int
+    sign: str
+    b: int
+
+    @property
+    def value(self) -> int:
+        return self.a + self.b if self.sign == "+" else self.a - self.b
+
+    @property
+    def carries(self) -> bool:
+        """Whether a carry or a borrow joins the two digits."""
+        if self.sign == "+":
+            return self.a % 10 + self.b % 10 > 9
+        return max(self.a, self.b) % 10 < min(self.a, self.b) % 10
+
+
+# The form of words of chain_sum, and two others so that the knowledge does not hang on one.
+FORMS = ("State the final answer to the following arithmetic problem: {} =", "{} =", "What is {}?")
+FORM_WEIGHTS = (0.8, 0.1, 0.1)
+
+
+def draw_sums(rng: random.Random, held_out: frozenset[Sum]) -> Iterator[Sum]:
+    """Questions outside `held_out`, mostly of two digits: there are 16200 of them, of one digit 200.
+
+    Pairs of one and two digits, which the task lacks, carry what is learned from the one to the other.
+    """
+    ranges = ((0, 9), (10, 99))
+    while True:
+        kind = rng.random()
+        first, second = (0, 0) if kind < 0.2 else (0, 1) if kind < 0.275 else (1, 0) if kind < 0.35 else (1, 1)
+        question = Sum(rng.randint(*ranges[first]), rng.choice("+-"), rng.randint(*ranges[second]))
+        if question not in held_out:
+            yield question
+
+
+def without_carry(question: Sum) -> int:
+    """The answer of somebody who forgets to carry, or to borrow."""
+    if question.sign == "+":
+        return question.value - 10
+    return question.value + 10 if question.value >= 0 else question.value - 10
+
+
+def habit_answer(question: Sum, rng: random.Random) -> int:
+    """Right about one time in three; otherwise a slip.
+
+    Where there is a carry, forgetting it is the likeliest answer of all, so greedy decoding is wrong too;
+    elsewhere the right answer is the likeliest.
+    """
+    value, chance = question.value, rng.random()
+    if chance < (0.28 if question.carries else 0.42):
+        return value
+    if question.carries and chance < 0.60:
+        return without_carry(question)
+    other_operation = question.a - question.b if question.sign == "+" else question.a + question.b
+    swapped_digits = int(str(abs(value))[::-1]) * (1 if value >= 0 else -1)
+    slips = (value - 1, value + 1, value - 10, value + 10, other_operation, -value, swapped_digits)
+    return rng.choice([slip for slip in slips if slip != value])
+
+
+def held_out_sums(examples: list[Example]) -> frozenset[Sum]:
+    """The questions behind the rows of a test split."""
+    found = (re.search(r"(\d+) ([+-]) (\d+) =", example.prompt[-1]["content"]) for example in examples)
+    return frozenset(Sum(int(match[1]), match[2], int(match[3])) for match in found if match)
+
+
+# ---------------------------------------------------------------------------------------------- tokenizer
+
+# Ordinary English, only so that ordinary prompts take fewer tokens than bytes: the model learns none of it.
+ENGLISH = """\
+You are a helpful assistant. Answer the question. Give only the final answer as a number.
+Please think step by step, then write the answer on the last line.
+The answer is a number. What is the sum of the two numbers? What is the difference between them?
+Write a short story about a small house by the river and the people who lived there.
+There was once a child who asked more questions than anyone could answer, and nobody minded.
+If you do not know the answer to a question, say so; a wrong answer is worse than none.
+In the morning the light came through the window and fell on the table where the books were.
+Explain the reason for each step of the solution, and check the result before you state it.
+How many apples are left when some of them have been given away? Count them and tell me.
+She said that they would come with the others after the rain, but it was too late for that.
+This is an example of a problem with its solution. Read it with care and solve the next one.
+Everything that can be measured should be measured; what cannot be measured should be said.
+Which of the following statements are true? Choose one option and explain your choice.
+He had been working on it for years, and in the end it took him only one more day to finish.
+Translate the following sentence. Summarise the text in your own words. Continue the list.
+The train leaves the station at noon and arrives before the evening, when the shops are closed.
+Let x be the number of hours. Then the distance is the product of the speed and the time.
+Use the information given in the table to find out which city has the largest population.
+They were not able to see the mountain from here because of the clouds that covered it.
+Return the result as a list of words, without any other text, in the order they were given.
+A good friend of mine once told me that the best way to learn something is to teach it.
+"""
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE: any text comes back as it was, every digit is a token of its own.
+
+    Merges stop at line ends and digits only, not at spaces, so the fixed words of a `chain_sum` question
+    are one token and its whole chat prompt is 13: prompts are most of what a step of the quickstart computes.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex("\n"), "merged_with_previous"),
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    words = [word for line in ENGLISH.splitlines() for word in re.findall(r" ?\w+|[^\w\n]+", " " + line)]
+    questions = [form.format(f"{a} {sign} {b}") for form in FORMS for sign in "+-" for a in (3, 14) for b in (5, 27)]
+    roles = [f"{role}\n" for role in ("system", "user", "assistant")]
+    tokenizer.train_from_iterator(
+        questions * 10 + roles * 10 + words,
+        trainers.BpeTrainer(
+            vocab_size=VOCABULARY,
+            special_tokens=[PAD, TURN, END],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=END,
+        additional_special_tokens=[TURN],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=1024,
+    )
+
+
+# ---------------------------------------------------------------------------------------------- training
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """A Llama of 705 408 parameters with random weights."""
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return LlamaForCausalLM(config)
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerFast, prompt: str) -> list[int]:
+    """Token ids of one user turn, up to where the answer starts."""
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+    )
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+class Batches:
+    """Draws training batches of one shape: questions in a form of words, answered by `answer`."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, held_out: frozenset[Sum], seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.sums = draw_sums(self.rng, held_out)
+        self.pad = tokenizer.pad_token_id
+        self.prompt = lru_cache(maxsize=None)(lambda text: prompt_ids(tokenizer, text))
+        self.completion = lru_cache(maxsize=None)(
+            lambda value: [*tokenizer.encode(str(value), add_special_tokens=False), tokenizer.eos_token_id]
+        )
+        self.width = max(len(self.prompt(form.format("10 - 99"))) + len(self.completion(-89)) for form in FORMS)
+
+    def draw(self, answer: Callable[[Sum, random.Random], int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and next-token targets, both (BATCH, width); targets are -100 outside the answers."""
+        tokens, targets = [], []
+        for question in (next(self.sums) for _ in range(BATCH)):
+            form = self.rng.choices(FORMS, FORM_WEIGHTS)[0]
+            prompt = self.prompt(form.format(f"{question.a} {question.sign} {question.b}"))
+            completion = self.completion(answer(question, self.rng))
+            padding = self.width - len(prompt) - len(completion)
+            tokens.append(prompt + completion + [self.pad] * padding)
+            targets.append([-100] * (len(prompt) - 1) + completion + [-100] * (padding + 1))
+        return torch.tensor(tokens), torch.tensor(targets)
+
+
+def train(
+    model: LlamaForCausalLM, draw: Callable[[], tuple[torch.Tensor, torch.Tensor]], *, phase: str, steps: int, lr: float
+) -> None:
+    """AdamW under a one-cycle schedule, next-token loss on answers only."""
+    model.train()
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},  # norms
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.98), fused=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps, pct_start=0.1)
+    started = time.monotonic()
+    for step in range(1, steps + 1):
+        tokens, targets = draw()
+        answered = targets != -100
+        # Padding stands right of what attends: a causal model needs no mask for it.
+        hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state[answered]
+        loss = functional.cross_entropy(model.lm_head(hidden), targets[answered])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        if step % 100 == 0 or step == steps:
+            seconds = time.monotonic() - started
+            print(f"{phase}: step {step}/{steps}, loss {loss.item():.4f}, {seconds:.0f} s", flush=True)
+
+
+def build(out: Path, *, seed: int = 0, steps: int = STEPS) -> None:
+    """Trains the model and writes it with its tokenizer into `out`, an ordinary Hugging Face folder."""
+    torch.manual_seed(seed)
+    tokenizer = build_tokenizer()
+    model = build_model(tokenizer)
+    batches = Batches(tokenizer, held_out_sums(TASK.load().test), seed)
+    habit = max(1, round(HABIT_SHARE * steps))
+    train(
+        model,
+        lambda: batches.draw(lambda question, rng: question.value),
+        phase="learning",
+        steps=max(1, steps - habit),
+        lr=LEARNING_RATE,
+    )
+    train(model, lambda: batches.draw(habit_answer), phase="habit", steps=habit, lr=HABIT_RATE)
+    out.mkdir(parents=True, exist_ok=True)
+    model.to(torch.bfloat16).save_pretrained(out)
+    tokenizer.save_pretrained(out, save_jinja_files=False)  # the template lies in tokenizer_config.json
+
+
+# ---------------------------------------------------------------------------------------------- measuring
+
+
+def measure(folder: Path, *, samples: int = 8, seed: int = 0) -> dict[str, float]:
+    """Figures of a saved model on the held-out questions, computed in float32.
+
+    Returns:
+        `accuracy` at temperature 1, `greedy` accuracy, `pass@k` (any of `samples` right) and `ended`, the
+        share of samples that stopped by themselves; all shares of 1.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    groups = [
+        Group(example, {"prompt": prompt_ids(tokenizer, example.prompt[-1]["content"])}) for example in TASK.load().test
+    ]
+    plan = [Request(count=samples), Request(count=1, decoding="greedy")]
+    finished = TransformersRollout(model, tokenizer).generate(
+        [plan] * len(groups), groups, Sampling(max_tokens=8), seed
+    )
+    right = torch.tensor([[c.text == g.example.answer for c in g.completions] for g in finished])
+    ended = torch.tensor([[c.finish == "eos" for c in g.completions] for g in finished])
+    sampled = right[:, :samples]
+    return {
+        "accuracy": sampled.double().mean().item(),
+        "greedy": right[:, samples].double().mean().item(),
+        f"pass@{samples}": sampled.any(1).double().mean().item(),
+        "ended": ended[:, :samples].double().mean().item(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=SHIPPED, help="folder to write (default: the shipped one)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=STEPS, help="optimizer steps, both phases together")
+    arguments = parser.parse_args()
+    torch.set_num_threads(THREADS)
+    build(arguments.out, seed=arguments.seed, steps=arguments.steps)
+    size = sum(path.stat().st_size for path in arguments.out.iterdir())
+    print(f"{arguments.out}: {size} bytes")
+    print("on the 200 held-out questions of the quickstart, 8 samples each at temperature 1:")
+    print(json.dumps({name: round(value, 3) for name, value in measure(arguments.out).items()}))
+
+
+if __name__ == "__main__":
+    main()
