@@ -99,8 +99,9 @@ class Batch:
         return replace(self, numbers={**self.numbers, **numbers})
 
     def take(self, rows: Sequence[int] | Tensor) -> Batch:
-        """The named rows, with dense group ids. Totals stay those of the optimizer batch."""
-        index = torch.as_tensor(rows, dtype=torch.long, device=self.group.device)
+        """The named rows (indices, or a boolean mask), with dense group ids. Totals stay those of the optimizer batch."""
+        index = torch.as_tensor(rows, device=self.group.device)
+        index = index.nonzero().squeeze(1) if index.dtype == torch.bool else index.long()
         return replace(
             self,
             tokens=self.tokens[index],

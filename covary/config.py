@@ -33,6 +33,7 @@ import yaml
 from pydantic import ConfigDict, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
 
 from covary.settings import Checkpoint, Engine, Eval, Log, Model, Optimizer, Rollout, Text
+from covary.objects import is_object_name, load_object, name_of
 from covary.types import UserError
 
 if TYPE_CHECKING:
@@ -290,12 +291,31 @@ def _named_class(section: str, value: Any, problems: list[str]) -> type | None:
         problems.append(f"{section}.name: is required; one of {valid}")
     elif not isinstance(value["name"], str):
         problems.append(f"{section}.name: takes one of {valid}, got {_got(value['name'])}")
-    elif value["name"] not in table:
+    elif value["name"] in table:
+        return table[value["name"]]
+    elif is_object_name(value["name"]):
+        return _users_class(section, value["name"], problems)
+    else:
         near = _nearest(value["name"], table)
         hint = f"did you mean {near}? " if near else ""
-        problems.append(f"{section}.name: unknown {section} {value['name']!r}; {hint}valid names: {valid}")
-    else:
-        return table[value["name"]]
+        problems.append(
+            f"{section}.name: unknown {section} {value['name']!r}; {hint}valid names: {valid}, "
+            "or your own as path/to/file.py:Class"
+        )
+    return None
+
+
+def _users_class(section: str, name: str, problems: list[str]) -> type | None:
+    """A task or algorithm of the user's own."""
+    try:
+        cls = load_object(name, f"{section}.name")
+    except UserError as error:
+        problems.append(str(error))
+        return None
+    needed = "load" if section == "task" else "loss"
+    if isinstance(cls, type) and dataclasses.is_dataclass(cls) and callable(getattr(cls, needed, None)):
+        return cls
+    problems.append(f"{section}.name: {name} is no dataclass with a method `{needed}`")
     return None
 
 
@@ -448,7 +468,7 @@ def _takes(hint: Any) -> str:
     if origin is Literal:
         return f"one of {', '.join(map(str, args))}" if len(args) > 1 else f"only {args[0]}"
     if origin in (Union, types.UnionType):
-        return " or ".join(_takes(arg) for arg in args)
+        return " or ".join(_takes(arg).removeprefix("only ") for arg in args)
     if origin is list or (origin is tuple and args[-1] is Ellipsis):
         return f"a list (each: {_takes(args[0])})"
     if origin is tuple:
@@ -511,10 +531,9 @@ def _fields(section: Any) -> dict[str, Any]:
 
 
 def _name_of(section: str, value: Any) -> str:
-    """The recipe's name of a task or algorithm; a class of the caller's own has only its Python name."""
+    """The recipe's name of a task or algorithm; one of the user's own is named by its file."""
     names = {cls: name for name, cls in _table(section).items()}
-    cls = type(value)
-    return names.get(cls, f"{cls.__module__}:{cls.__qualname__}")
+    return names.get(type(value)) or name_of(type(value))
 
 
 def changed_keys(a: RunConfig, b: RunConfig) -> list[str]:

@@ -29,7 +29,7 @@ def kl(
     p: Float[Tensor, "N V"], q: Float[Tensor, "N V"], tokens: Int[Tensor, " N"]
 ) -> Float[Tensor, " N"]:
     """Exact KL(p || q) of two next-token distributions; inf where q lacks a token that p has."""
-    possible = p.isfinite()
+    possible = p.exp() > 0  # mass that underflows counts as none: 0 * inf would be NaN
     difference = torch.where(possible, p, 0.0) - torch.where(possible, q, 0.0)
     return torch.where(possible, p.exp() * difference, 0.0).sum(-1)
 

@@ -110,8 +110,8 @@ class Checkpoint:
 
     every: PositiveInt | None = None
     """Steps between checkpoints. None: only at the end."""
-    keep_last: PositiveInt = 2
-    """Newest checkpoints that stay on disk."""
+    keep_last: PositiveInt | Literal[-1] = 2
+    """Newest checkpoints that stay on disk; -1 keeps all."""
 
 
 @dataclass(frozen=True)

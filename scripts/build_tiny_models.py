@@ -235,7 +235,8 @@ class Batches:
         self.completion = lru_cache(maxsize=None)(
             lambda value: [*tokenizer.encode(str(value), add_special_tokens=False), tokenizer.eos_token_id]
         )
-        self.width = max(len(self.prompt(form.format("10 - 99"))) + len(self.completion(-89)) for form in FORMS)
+        # The longest answer is a wrong one: 99 + 99 with its sign turned.
+        self.width = max(len(self.prompt(form.format("10 - 99"))) + len(self.completion(-198)) for form in FORMS)
 
     def draw(self, answer: Callable[[Sum, random.Random], int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens and next-token targets, both (BATCH, width); targets are -100 outside the answers."""

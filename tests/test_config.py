@@ -252,13 +252,13 @@ def test_misspelled_and_misplaced_keys_are_reported_together():
 
 def test_unknown_names_of_algorithms_and_tasks():
     assert message("algorithm.name=gpvo") == (
-        "algorithm.name: unknown algorithm 'gpvo'; did you mean gvpo? valid names: gvpo, grpo, dr_grpo, sft"
+        "algorithm.name: unknown algorithm 'gpvo'; did you mean gvpo? valid names: gvpo, grpo, dr_grpo, sft, or your own as path/to/file.py:Class"
     )
     assert message("task.name=json") == (
-        "task.name: unknown task 'json'; did you mean jsonl? valid names: reasoning_gym, jsonl"
+        "task.name: unknown task 'json'; did you mean jsonl? valid names: reasoning_gym, jsonl, or your own as path/to/file.py:Class"
     )
     assert message("algorithm.name=zzz") == (
-        "algorithm.name: unknown algorithm 'zzz'; valid names: gvpo, grpo, dr_grpo, sft"
+        "algorithm.name: unknown algorithm 'zzz'; valid names: gvpo, grpo, dr_grpo, sft, or your own as path/to/file.py:Class"
     )
 
 
@@ -320,7 +320,7 @@ def test_a_task_and_an_algorithm_are_required():
         ("eval.samples=0", "eval.samples: takes an integer above 0, got 0"),
         ("eval.temperature=0", "eval.temperature: takes a number above 0, got 0"),
         ("checkpoint.every=0", "checkpoint.every: takes an integer above 0 or null, got 0"),
-        ("checkpoint.keep_last=0", "checkpoint.keep_last: takes an integer above 0, got 0"),
+        ("checkpoint.keep_last=0", "checkpoint.keep_last: takes an integer above 0 or -1, got 0"),
         ("log.samples=-1", "log.samples: takes an integer from 0, got -1"),
         ("log.tracker=wandb", "log.tracker: takes only none, got the text 'wandb'"),
         ("doctor=warn", "doctor: takes only off, got the text 'warn'"),
@@ -453,7 +453,7 @@ def test_built_objects_are_taken_and_checked():
     built = validate(recipe() | {"task": task, "algorithm": Mine(beta=0.3)}, where="train")
     assert built.task is task
     assert built.algorithm == Mine(beta=0.3)
-    assert to_dict(built)["algorithm"] == {"name": f"{__name__}:Mine", "beta": 0.3}
+    assert to_dict(built)["algorithm"] == {"name": f"{__file__}:Mine", "beta": 0.3}
     with pytest.raises(UserError, match="Mine needs at least 3 completions per prompt"):
         validate(recipe("rollout.completions=2") | {"algorithm": Mine()}, where="train")
 

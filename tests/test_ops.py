@@ -97,9 +97,7 @@ class TestClipping:
             (0.0, [0.0] * 6, [0.0] * 6),
         ],
     )
-    def test_clipped_surrogate(
-        self, advantage: float, value: list[float], slope: list[float]
-    ) -> None:
+    def test_clipped_surrogate(self, advantage: float, value: list[float], slope: list[float]) -> None:
         log_ratio = f64([list(self.RATIOS)]).log().requires_grad_()
         surrogate = ops.clipped_surrogate(log_ratio, f64([advantage]), 0.3, 0.3)
         torch.testing.assert_close(surrogate, f64([value]))
@@ -120,9 +118,7 @@ class TestClipping:
     def test_ratio_is_finite_and_positive_everywhere(self) -> None:
         x = torch.tensor([-1e30, -1000.0, 0.0, 1.0, 1000.0, 1e30], requires_grad=True)
         r = ops.ratio(x)
-        assert r.tolist() == pytest.approx(
-            [math.exp(-20), math.exp(-20), 1, math.e, math.exp(20), math.exp(20)]
-        )
+        assert r.tolist() == pytest.approx([math.exp(-20), math.exp(-20), 1, math.e, math.exp(20), math.exp(20)])
         (grad,) = torch.autograd.grad(r.sum(), x)
         assert grad.tolist() == pytest.approx([0, 0, 1, math.e, 0, 0])
 
@@ -171,9 +167,7 @@ class TestShapes:
             ),
         ],
     )
-    def test_wrong_shapes_raise(
-        self, function: Callable[..., Tensor], arguments: tuple[object, ...]
-    ) -> None:
+    def test_wrong_shapes_raise(self, function: Callable[..., Tensor], arguments: tuple[object, ...]) -> None:
         with pytest.raises(jaxtyping.TypeCheckError):
             self.checked(function)(*arguments)
 

@@ -15,7 +15,7 @@ _NUMBER = re.compile(
         (?:(?<![A-Za-z0-9)\]}])[-+\u2212])?
         (?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)?   # 1,234.5
           |[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?          # 12, 1.5, 1e-3
-          |\.[0-9]+)
+          |(?<!\.)\.[0-9]+)                                  # .5, but not the 5 of "...5"
         (?:/[0-9]+)?                                        # 3/4 is one number""",
     re.VERBOSE,
 )
@@ -31,15 +31,11 @@ def whole_text(text: str) -> str:
 def last_number(text: str) -> str | None:
     """The last number, without "+" and thousands separators: "... = 1,234.50." gives "1234.50"."""
     matches = deque(_NUMBER.finditer(text), maxlen=1)
-    return (
-        matches[0].group().replace("\u2212", "-").replace(",", "").removeprefix("+")
-        if matches
-        else None
-    )
+    return matches[0].group().replace("\u2212", "-").replace(",", "").removeprefix("+") if matches else None
 
 
 def boxed(text: str) -> str | None:
-    r"""What the last complete `\boxed{...}` holds, stripped. Braces balance; an open box is none."""
+    r"""What the last complete `\boxed{...}` holds, stripped; braces balance."""
     open_groups: list[int | None] = []  # where the content of each starts, None if it is no box
     last = (-1, -1)
     for match in _TEX_GROUPS.finditer(text):

@@ -40,9 +40,7 @@ class FunctionFile:
         path = Path(self.path)
         if not path.is_file():
             raise UserError(f"reward: there is no file {self.path}")
-        module_name = (
-            "covary_reward_" + hashlib.blake2b(self.path.encode(), digest_size=8).hexdigest()
-        )
+        module_name = "covary_reward_" + hashlib.blake2b(self.path.encode(), digest_size=8).hexdigest()
         spec = importlib.util.spec_from_file_location(module_name, path)
         if spec is None or spec.loader is None:
             raise UserError(f"reward: {self.path} is not a Python file")
@@ -54,10 +52,14 @@ class FunctionFile:
             raise UserError(f"reward: importing {self.path} failed: {error_line(error)}") from error
         function = getattr(module, self.name, None)
         if not callable(function):
-            functions = sorted(k for k, v in vars(module).items() if inspect.isfunction(v))
+            functions = [
+                name
+                for name, value in vars(module).items()
+                if inspect.isfunction(value) and value.__module__ == module_name
+            ]
             near = difflib.get_close_matches(self.name, functions, n=1)
             what = "is not a function" if hasattr(module, self.name) else "is not defined"
-            valid = f"did you mean {near[0]!r}?" if near else f"functions there: {functions}"
+            valid = f"did you mean {near[0]!r}?" if near else f"functions there: {', '.join(functions)}"
             raise UserError(f"reward: {self.name!r} {what} in {self.path}; {valid}")
         return function
 
@@ -137,7 +139,5 @@ def _parameters(function: Callable[..., object]) -> Mapping[str, inspect.Paramet
         raise UserError(f"reward {function!r}: its parameters cannot be read: {error}") from error
 
 
-def _names(
-    parameters: Mapping[str, inspect.Parameter], *kinds: inspect._ParameterKind
-) -> list[str]:
+def _names(parameters: Mapping[str, inspect.Parameter], *kinds: inspect._ParameterKind) -> list[str]:
     return [name for name, parameter in parameters.items() if parameter.kind in kinds]

@@ -3,8 +3,8 @@
 A completion is untrusted text, and some scorers evaluate it. A worker is a plain subprocess (not
 `multiprocessing`, which would import the user's main script again) with one item in flight, and
 this side keeps the clock: a worker that is late or dies is killed with its process group and
-replaced, and only its item is unscorable. This guards against accidents; it is no sandbox against
-code that means harm.
+replaced, and only its item is unscorable. This and the worker's guard are against accidents; they
+are no sandbox against code that means harm.
 """
 
 from __future__ import annotations
@@ -85,9 +85,7 @@ class Pool:
     def _run(self, job: Job, items: Sequence[Item]) -> list[Graded]:
         verdicts: list[Graded | None] = [None] * len(items)
         waiting = deque(range(len(items)))
-        seats = min(
-            self.workers, len(items)
-        )  # one fewer for every process that fails to load the task
+        seats = min(self.workers, len(items))  # one fewer for every process that fails to load the task
         while True:
             while waiting and len(self._running) < seats:
                 self._running.append(_Worker())
@@ -116,8 +114,9 @@ class Pool:
                 elif verdict.error is None:
                     worker.job = job
                 else:
-                    worker.end()
                     seats -= 1
+                    if not worker.ended:
+                        worker.end()
                     if seats == 0:
                         failed = Graded(None, f"the grader could not be loaded: {verdict.error}")
                         while waiting:
@@ -176,7 +175,7 @@ class _Worker:
         return False
 
     def ask(self, index: int, payload: object, deadline: float) -> None:
-        """Ask for a verdict within `deadline` seconds. Nothing blocks: `verdict` moves the bytes."""
+        """Ask for a verdict within `deadline` seconds; `verdict` moves the bytes, so no blocking."""
         data = pickle.dumps(payload)
         self._outgoing = memoryview(HEADER.pack(index, len(data)) + data)
         self._deadline = deadline

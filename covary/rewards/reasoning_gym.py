@@ -18,12 +18,14 @@ def grade_reasoning_gym(text: str, answer: str | None, columns: dict[str, Any]) 
             under `parameters` the task's parameters, where they are not the defaults: a few
             scorers read them (puzzle24, decimal_arithmetic, time_intervals, polynomial_equations).
     """
+    from reasoning_gym.factory import create_dataset  # a second: only where this grader is used
+
     if "metadata" not in columns:
         raise ValueError("the reasoning_gym grader needs the entry's column 'metadata'")
     metadata = columns["metadata"]
     entry = {"question": columns.get("question"), "answer": answer, "metadata": metadata}
     parameters = json.dumps(columns.get("parameters", {}), sort_keys=True)
-    score = _scorer(metadata["source_dataset"], parameters)
+    score = _dataset(create_dataset, metadata["source_dataset"], parameters).score_answer
     try:
         return score(text, entry)
     except Exception:
@@ -34,8 +36,5 @@ def grade_reasoning_gym(text: str, answer: str | None, columns: dict[str, Any]) 
 
 
 @functools.lru_cache(maxsize=256)
-def _scorer(task: str, parameters: str) -> Callable[[str | None, dict[str, Any]], float]:
-    # A second of imports, so only where this grader is used.
-    from reasoning_gym.factory import create_dataset
-
-    return create_dataset(task, **json.loads(parameters)).score_answer
+def _dataset(create: Callable[..., Any], task: str, parameters: str) -> Any:
+    return create(task, **json.loads(parameters))  # up to 0.3 s for tasks with files of words

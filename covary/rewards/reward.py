@@ -24,9 +24,7 @@ class PooledReward:
         pairs = zip(examples, completions, strict=True)
         items = [(text, example.answer, example.columns) for example, text in pairs]
         verdicts = self.pool.run(self.task, items)
-        return [
-            _of_row(example, verdict) for example, verdict in zip(examples, verdicts, strict=True)
-        ]
+        return [_of_row(example, verdict) for example, verdict in zip(examples, verdicts, strict=True)]
 
     def close(self) -> None:
         """End the worker processes."""

@@ -17,12 +17,21 @@ import pickle
 import resource
 import sys
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from covary.rewards import grade_extracted
 from covary.rewards.functions import FunctionFile, GradeItem, item_form
 from covary.rewards.pool import HEADER, LOAD, LOAD_DEADLINE, Job, PoolTask
-from covary.rewards.types import Graded, as_graded, error_line
+from covary.rewards.types import Graded, Grader, as_graded, error_line
+
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+_EFFECT_FAMILIES = ("socket.", "shutil.", "subprocess.", "ctypes.", "pty.")
+_EFFECTS = {
+    *("os.chmod", "os.chown", "os.link", "os.symlink", "os.mkdir", "os.rename", "os.rmdir"),
+    *("os.remove", "os.truncate", "os.utime", "os.putenv", "os.unsetenv"),
+    *("os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.system"),
+    *("os.kill", "os.killpg", "signal.pthread_kill"),
+}
 
 
 def main() -> None:
@@ -36,6 +45,8 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     nowhere = open(os.devnull, "w")  # noqa: SIM115  (open for as long as the process lives)
 
+    guard = _Guard()
+    sys.addaudithook(guard)
     grade: GradeItem = _nothing_loaded
     deadline = LOAD_DEADLINE
     spent = False  # what a MemoryError leaves behind is anyone's guess
@@ -43,13 +54,16 @@ def main() -> None:
         index, payload = request
         # The parent keeps the clock. Should it be killed meanwhile, this ends a hung item, even
         # one that hangs in C and never gives up the interpreter's lock.
-        faulthandler.dump_traceback_later(2 * deadline + 1, exit=True, file=nowhere)
+        allowed = LOAD_DEADLINE if index == LOAD else deadline
+        faulthandler.dump_traceback_later(2 * allowed + 1, exit=True, file=nowhere)
         verdict = Graded(None)
         try:
             if index == LOAD:
                 job: Job = pickle.loads(payload)
                 deadline = job.deadline
+                guard.on = False
                 grade = _load(job.task)
+                guard.on = isinstance(job.task, Grader)  # what the user wrote may do what it likes
                 _limit_memory(job.memory)
             else:
                 verdict = as_graded(grade(*pickle.loads(payload)))
@@ -61,18 +75,34 @@ def main() -> None:
         _write(answers, json.dumps(answer).encode() + b"\n")
 
 
+class _Guard:
+    """An audit hook: while on, nothing may be written, started, signalled or sent.
+
+    Graders only compute, but some of Reasoning Gym's evaluate what the model wrote. This stops text
+    that happens to be code; code that means harm knows ways around it.
+    """
+
+    on = False
+
+    def __call__(self, event: str, args: tuple[Any, ...]) -> None:
+        """Raise PermissionError for an event with effects outside of the process."""
+        if not self.on:
+            return
+        writes = event == "open" and isinstance(args[2], int) and args[2] & _WRITING
+        if writes or event in _EFFECTS or event.startswith(_EFFECT_FAMILIES):
+            raise PermissionError(f"a grader may not do this: {event}")
+
+
 def _load(task: PoolTask) -> GradeItem:
     if isinstance(task, FunctionFile):
         return item_form(task.load())
     grade = grade_extracted(task)
     with contextlib.suppress(Exception):
-        grade(
-            "1", "2", {}
-        )  # the first call imports libraries and builds grammars: not an item's time
+        grade("1", "2", {})  # the first call imports libraries and builds grammars: not an item's time
     return grade
 
 
-def _nothing_loaded(completion: str, answer: str | None, columns: dict[str, object]) -> object:
+def _nothing_loaded(completion: str, answer: str | None, columns: dict[str, Any]) -> object:
     raise RuntimeError("no grader is loaded")
 
 

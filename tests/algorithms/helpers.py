@@ -17,9 +17,9 @@ Ragged = Sequence[Sequence[float]]
 
 def pad(rows: Ragged, width: int, fill: float = 0.0) -> Tensor:
     """Ragged rows as a (B, width) tensor."""
-    return torch.tensor(
-        [[*row, *[fill] * (width - len(row))] for row in rows], dtype=torch.float64
-    ).reshape(len(rows), width)
+    return torch.tensor([[*row, *[fill] * (width - len(row))] for row in rows], dtype=torch.float64).reshape(
+        len(rows), width
+    )
 
 
 def make_batch(
@@ -64,15 +64,11 @@ def prepared(algorithm: Algorithm, rollout: Batch) -> Batch:
     return rollout.with_numbers(numbers).with_totals(algorithm.normalisers)
 
 
-def value_and_grad(
-    algorithm: Algorithm, scores: Scores, batch: Batch
-) -> tuple[Tensor, dict[str, Tensor]]:
+def value_and_grad(algorithm: Algorithm, scores: Scores, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss and dloss/dscores."""
     leaves = {name: score.detach().clone().requires_grad_() for name, score in scores.items()}
     loss = algorithm.loss(leaves, batch)
-    grads = torch.autograd.grad(
-        loss, list(leaves.values()), allow_unused=True, materialize_grads=True
-    )
+    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
     return loss.detach(), dict(zip(leaves, grads, strict=True))
 
 

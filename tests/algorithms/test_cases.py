@@ -17,12 +17,8 @@ from tests.algorithms.helpers import (
 )
 
 
-def close(
-    actual: Tensor, expected: list[float] | list[list[float]], tolerance: float = 1e-6
-) -> None:
-    torch.testing.assert_close(
-        actual, torch.tensor(expected, dtype=actual.dtype), rtol=0, atol=tolerance
-    )
+def close(actual: Tensor, expected: list[float] | list[list[float]], tolerance: float = 1e-6) -> None:
+    torch.testing.assert_close(actual, torch.tensor(expected, dtype=actual.dtype), rtol=0, atol=tolerance)
 
 
 class TestL01TokenMeansUnderAccumulation:
@@ -31,9 +27,7 @@ class TestL01TokenMeansUnderAccumulation:
     MASK = ([True] * 2, [True] * 3, [True] * 3)
     SCORES = torch.tensor([[-1, -1, 0], [-3, -3, -3], [-3, -3, -3]], dtype=torch.float64)
 
-    @pytest.mark.parametrize(
-        "parts", [[[0, 1, 2]], [[0], [1, 2]], [[0], [1], [2]], [[2, 0], [1]]], ids=str
-    )
+    @pytest.mark.parametrize("parts", [[[0, 1, 2]], [[0], [1, 2]], [[0], [1], [2]], [[2, 0], [1]]], ids=str)
     def test_any_split(self, parts: list[list[int]]) -> None:
         batch = prepared(SFT(), make_batch([0, 1, 1], mask=self.MASK))
         loss, grads = value_and_grad_in_parts(SFT(), {"policy": self.SCORES}, batch, parts)
@@ -44,8 +38,7 @@ class TestL01TokenMeansUnderAccumulation:
         """Negative control: a mean of micro-batch means is 2.0."""
         batch = make_batch([0, 1, 1], mask=self.MASK)
         means = [
-            float(SFT().loss({"policy": self.SCORES[rows]}, batch.take(rows).with_totals()))
-            for rows in ([0], [1, 2])
+            float(SFT().loss({"policy": self.SCORES[rows]}, batch.take(rows).with_totals())) for rows in ([0], [1, 2])
         ]
         assert sum(means) / 2 == pytest.approx(2.0)
 
@@ -73,9 +66,7 @@ class TestL03MaskedPositions:
         close(grads["policy"], [[-0.5, -0.5, 0]], 0)
 
     @pytest.mark.parametrize("masked", [-2.0, -6.0, float("-inf"), float("nan")])
-    @pytest.mark.parametrize(
-        "algorithm", [GVPO(), GRPO(), DrGRPO()], ids=lambda a: type(a).__name__
-    )
+    @pytest.mark.parametrize("algorithm", [GVPO(), GRPO(), DrGRPO()], ids=lambda a: type(a).__name__)
     def test_log_ratios(self, algorithm: GVPO | GRPO | DrGRPO, masked: float) -> None:
         def run(value: float) -> tuple[Tensor, dict[str, Tensor]]:
             start = [[-1.0, -2.0, -1.0], [-1.5, -0.5, -0.3]]
@@ -101,9 +92,7 @@ class TestL04GroupMeanOverTheWholeGroup:
     RESIDUALS = (-0.4, 0.5, 0.3, -0.4)
 
     def batch(self) -> Batch:
-        rollout = make_batch(
-            [0] * 4, rewards=[1, 0, 0, 1], numbers={"reference": [[x] for x in self.OLD]}
-        )
+        rollout = make_batch([0] * 4, rewards=[1, 0, 0, 1], numbers={"reference": [[x] for x in self.OLD]})
         return prepared(GVPO(beta=0.1), rollout)
 
     def test_whole_group(self) -> None:
@@ -114,9 +103,7 @@ class TestL04GroupMeanOverTheWholeGroup:
     def test_means_of_parts_are_wrong(self) -> None:
         """Negative control: parts of a group give 0.325 and another gradient. Hence `coupled`."""
         assert GVPO.coupled
-        loss, grads = value_and_grad_in_parts(
-            GVPO(beta=0.1), {"policy": self.NEW}, self.batch(), [[0, 1], [2, 3]]
-        )
+        loss, grads = value_and_grad_in_parts(GVPO(beta=0.1), {"policy": self.NEW}, self.batch(), [[0, 1], [2, 3]])
         assert float(loss) == pytest.approx(0.325)
         close(grads["policy"], [[-0.045], [0.045], [0.035], [-0.035]], 1e-12)
 
@@ -140,9 +127,7 @@ class TestL09Membership:
         close(advantage, [1.207612] * 3 + [-0.724567] * 5, 5e-6)
 
     @pytest.mark.parametrize("algorithm", [GVPO, GRPO, DrGRPO])
-    def test_one_id_per_completion_is_refused_and_harmless(
-        self, algorithm: type[GVPO | GRPO | DrGRPO]
-    ) -> None:
+    def test_one_id_per_completion_is_refused_and_harmless(self, algorithm: type[GVPO | GRPO | DrGRPO]) -> None:
         assert algorithm.min_group == 2
         rollout = make_batch([0], rewards=[0.7])
         assert algorithm().prepare(rollout, one_process).get("advantage", torch.zeros(1)) == 0
@@ -154,9 +139,7 @@ class TestL12UnscorableRows:
     REWARDS = (1.0, float("nan"), 0.0, 1.0)
 
     def valid(self, name: str) -> Batch:
-        rollout = make_batch(
-            [0] * 4, rewards=self.REWARDS, numbers={name: [[-1.0], [-2.0], [-3.0], [-4.0]]}
-        )
+        rollout = make_batch([0] * 4, rewards=self.REWARDS, numbers={name: [[-1.0], [-2.0], [-3.0], [-4.0]]})
         return rollout.take(rollout.rewards.isfinite().nonzero().flatten())
 
     def test_baseline(self) -> None:

@@ -135,9 +135,7 @@ def test_equals_the_loop_of_its_equation(case: Case, layout: Layout) -> None:
         for i in range(len(layout.group))
     ]
     loss = case.reference(case.algorithm, rows, batch.max_tokens)
-    grads = torch.autograd.grad(
-        loss, list(leaves.values()), allow_unused=True, materialize_grads=True
-    )
+    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
     expected = (loss.detach(), dict(zip(leaves, grads, strict=True)))
     assert_same(value_and_grad(case.algorithm, p.scores, batch), expected, 1e-10)
 
@@ -149,9 +147,7 @@ def test_equals_the_loop_of_its_equation(case: Case, layout: Layout) -> None:
     st.integers(1, 4),
     st.sampled_from([-2.0, 7e5, float("-inf"), float("inf"), float("nan")]),
 )
-def test_more_padding_changes_nothing(
-    case: Case, layout: Layout, columns: int, garbage: float
-) -> None:
+def test_more_padding_changes_nothing(case: Case, layout: Layout, columns: int, garbage: float) -> None:
     p = problem(case.algorithm, layout, MIXED)
     expected = value_and_grad(case.algorithm, p.scores, prepared(case.algorithm, p.rollout))
 
@@ -179,9 +175,7 @@ def test_more_padding_changes_nothing(
 @every_case
 @battery
 @given(layouts(), st.randoms(use_true_random=False))
-def test_order_of_rows_and_groups_does_not_matter(
-    case: Case, layout: Layout, rng: random.Random
-) -> None:
+def test_order_of_rows_and_groups_does_not_matter(case: Case, layout: Layout, rng: random.Random) -> None:
     p = problem(case.algorithm, layout, MIXED)
     loss, grads = value_and_grad(case.algorithm, p.scores, prepared(case.algorithm, p.rollout))
 
@@ -189,9 +183,7 @@ def test_order_of_rows_and_groups_does_not_matter(
     names = torch.tensor(rng.sample(range(p.rollout.num_groups), p.rollout.num_groups))
     shuffled = p.rollout.take(order)
     shuffled = replace(shuffled, group=names[shuffled.group])
-    actual = value_and_grad(
-        case.algorithm, take(p.scores, order), prepared(case.algorithm, shuffled)
-    )
+    actual = value_and_grad(case.algorithm, take(p.scores, order), prepared(case.algorithm, shuffled))
     assert_same(actual, (loss, take(grads, order)))
 
 
@@ -199,9 +191,7 @@ def test_order_of_rows_and_groups_does_not_matter(
 @pytest.mark.parametrize("garbage", [-2.0, -6.0, 1e300, float("-inf"), float("inf"), float("nan")])
 @settings(battery, max_examples=10)
 @given(layouts())
-def test_tokens_that_were_not_sampled_have_no_effect(
-    case: Case, garbage: float, layout: Layout
-) -> None:
+def test_tokens_that_were_not_sampled_have_no_effect(case: Case, garbage: float, layout: Layout) -> None:
     p = problem(case.algorithm, layout, MIXED)
     mask = p.rollout.mask
     expected = value_and_grad(case.algorithm, p.scores, prepared(case.algorithm, p.rollout))
@@ -216,17 +206,13 @@ def test_tokens_that_were_not_sampled_have_no_effect(
         if grad.dim() == 2:
             assert (grad[~mask] == 0).all()
     logged = case.algorithm.metrics(scores, batch)
-    assert logged == pytest.approx(
-        case.algorithm.metrics(p.scores, prepared(case.algorithm, p.rollout))
-    )
+    assert logged == pytest.approx(case.algorithm.metrics(p.scores, prepared(case.algorithm, p.rollout)))
 
 
 @every_case
 @battery
 @given(layouts(), st.randoms(use_true_random=False))
-def test_micro_batches_of_whole_groups_sum_to_the_whole(
-    case: Case, layout: Layout, rng: random.Random
-) -> None:
+def test_micro_batches_of_whole_groups_sum_to_the_whole(case: Case, layout: Layout, rng: random.Random) -> None:
     p = problem(case.algorithm, layout, MIXED)
     batch = prepared(case.algorithm, p.rollout)
     part_of = [rng.randrange(3) for _ in range(batch.num_groups)]
@@ -239,9 +225,7 @@ def test_micro_batches_of_whole_groups_sum_to_the_whole(
 @named([c for c in CASES if not ALGORITHMS[c.name].coupled])
 @battery
 @given(layouts(), st.randoms(use_true_random=False))
-def test_uncoupled_micro_batches_may_split_groups(
-    case: Case, layout: Layout, rng: random.Random
-) -> None:
+def test_uncoupled_micro_batches_may_split_groups(case: Case, layout: Layout, rng: random.Random) -> None:
     p = problem(case.algorithm, layout, MIXED)
     batch = prepared(case.algorithm, p.rollout)
     part_of = [rng.randrange(3) for _ in layout.group]
@@ -290,9 +274,7 @@ def test_coupled_groups_in_two_passes(case: Case, layout: Layout) -> None:
 def test_extreme_log_ratios_stay_finite(case: Case, dtype: torch.dtype, layout: Layout) -> None:
     p = problem(case.algorithm, layout, (0.0, 1.0, 30.0, 1e3))
     b = p.rollout
-    b = replace(
-        b, rewards=b.rewards.to(dtype), numbers={n: x.to(dtype) for n, x in b.numbers.items()}
-    )
+    b = replace(b, rewards=b.rewards.to(dtype), numbers={n: x.to(dtype) for n, x in b.numbers.items()})
     batch = prepared(case.algorithm, b)
     scores = {name: score.to(dtype) for name, score in p.scores.items()}
     assert is_finite(*value_and_grad(case.algorithm, scores, batch))
@@ -304,9 +286,7 @@ def test_extreme_log_ratios_stay_finite(case: Case, dtype: torch.dtype, layout: 
 @pytest.mark.parametrize("distances", [NEAR, MIXED], ids=["near", "mixed"])
 @settings(battery, max_examples=10)
 @given(layouts())
-def test_gradient_is_the_derivative(
-    case: Case, distances: tuple[float, ...], layout: Layout
-) -> None:
+def test_gradient_is_the_derivative(case: Case, distances: tuple[float, ...], layout: Layout) -> None:
     p = problem(case.algorithm, layout, distances)
     batch = prepared(case.algorithm, p.rollout)
     names = list(p.scores)
@@ -321,9 +301,7 @@ def test_gradient_is_the_derivative(
 @group_relative_cases
 @battery
 @given(layouts(), st.floats(-10, 10))
-def test_a_constant_added_to_rewards_moves_nothing(
-    case: Case, layout: Layout, constant: float
-) -> None:
+def test_a_constant_added_to_rewards_moves_nothing(case: Case, layout: Layout, constant: float) -> None:
     p = problem(case.algorithm, layout, MIXED)
     shifted = replace(p.rollout, rewards=p.rollout.rewards + constant)
     _, expected = value_and_grad(case.algorithm, p.scores, prepared(case.algorithm, p.rollout))

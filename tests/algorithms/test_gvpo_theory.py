@@ -87,8 +87,7 @@ def expected_loss(
 
     def expectation(logps: Tensor) -> Tensor:
         terms = [
-            weight * algorithm.loss({"policy": logps[atoms].unsqueeze(-1)}, batch)
-            for weight, atoms, batch in pairs
+            weight * algorithm.loss({"policy": logps[atoms].unsqueeze(-1)}, batch) for weight, atoms, batch in pairs
         ]
         return torch.stack(terms).sum()
 
@@ -208,9 +207,7 @@ class TestGradient:
         """Negative control: two different references give different gradients unless Delta is 0."""
         theta = logits(3)
         near = gradient(of_logits(lambda p: loss_of(p, self.GROUPS)), theta)
-        plain = gradient(
-            of_logits(lambda p: loss_of(p, self.GROUPS, reference=theta.log_softmax(-1))), theta
-        )
+        plain = gradient(of_logits(lambda p: loss_of(p, self.GROUPS, reference=theta.log_softmax(-1))), theta)
         assert float((near - plain).abs().max()) > 1e-3
 
 
@@ -231,9 +228,7 @@ class TestExpectation:
             return half_variance(z.log_softmax(-1), sampler)
 
         torch.testing.assert_close(expectation(theta), exact(theta), rtol=0, atol=1e-12)
-        torch.testing.assert_close(
-            gradient(expectation, theta), gradient(exact, theta), rtol=0, atol=1e-12
-        )
+        torch.testing.assert_close(gradient(expectation, theta), gradient(exact, theta), rtol=0, atol=1e-12)
         biased = (k - 1) / k * exact(theta)  # what 1 / k in place of 1 / (k - 1) would give
         assert abs(float(expectation(theta) - biased)) > 1e-3
 
@@ -256,9 +251,7 @@ class TestExpectation:
         )
         ours = of_logits(expected_loss(sampler))
         torch.testing.assert_close(ours(theta), parts(theta) + constant, rtol=0, atol=1e-12)
-        torch.testing.assert_close(
-            gradient(ours, theta), gradient(parts, theta), rtol=0, atol=1e-12
-        )
+        torch.testing.assert_close(gradient(ours, theta), gradient(parts, theta), rtol=0, atol=1e-12)
 
     def test_p11_pairwise_identity(self) -> None:
         theta = logits(6).log_softmax(-1)
@@ -367,9 +360,7 @@ class TestOptimum:
         assert float(pull.abs().max()) > 1e-3
         away = REFERENCE - theta.log_softmax(-1)
         centred = away[:4] - away[:4].mean()
-        assert torch.equal(
-            pull[:4].sign(), -centred.sign()
-        )  # down the loss is towards the reference
+        assert torch.equal(pull[:4].sign(), -centred.sign())  # down the loss is towards the reference
         assert float(gradient_of([0, 1, 2, 3], REFERENCE).abs().max()) <= 1e-16
         assert (gradient_of([4], theta) == 0).all()
         assert loss_of(theta.log_softmax(-1), [[4]]) == 0
@@ -384,9 +375,7 @@ class TestTrees:
     def leaves(cls) -> Tree:
         """Every completion of the capped policy, the truncated ones (without an end) included."""
         ended = [
-            (*prefix, cls.END)
-            for n in range(cls.LENGTH)
-            for prefix in itertools.product(range(cls.END), repeat=n)
+            (*prefix, cls.END) for n in range(cls.LENGTH) for prefix in itertools.product(range(cls.END), repeat=n)
         ]
         return ended + list(itertools.product(range(cls.END), repeat=cls.LENGTH))
 
@@ -427,9 +416,7 @@ class TestTrees:
         theta, reference = self.theta(1), self.theta(2)
         batch = self.batch(leaves, [1.0, 0.0, 0.5, 0.0, 1.0], reference)
         full = gradient(lambda th: ALGORITHM.loss({"policy": self.rows(th, leaves)}, batch), theta)
-        weights = gradient(
-            lambda scores: ALGORITHM.loss({"policy": scores}, batch), self.rows(theta, leaves)
-        )
+        weights = gradient(lambda scores: ALGORITHM.loss({"policy": scores}, batch), self.rows(theta, leaves))
         z = theta.clone().requires_grad_()
         for i in (3, 0, 4, 1, 2):
             logps = self.token_logps(z, leaves[i])
@@ -466,9 +453,7 @@ class TestTrees:
         assert float(mass[~truncated].sum()) < 0.99
 
         # Each leaf once is the uniform sampler (up to a factor), truncated ones with reward 0.
-        rewards = [
-            0.0 if cut else len(leaf) / 3 for leaf, cut in zip(leaves, truncated, strict=True)
-        ]
+        rewards = [0.0 if cut else len(leaf) / 3 for leaf, cut in zip(leaves, truncated, strict=True)]
         start = torch.stack([self.token_logps(reference, leaf).sum() for leaf in leaves])
         target = (start + torch.tensor(rewards) / BETA).softmax(-1)
 

@@ -94,7 +94,7 @@ def test_math(text: str, answer: str | None, expected: float | None) -> None:
 
 
 @pytest.mark.parametrize("name", ["exact", "math"])
-@pytest.mark.parametrize("text", ["", "\x00", "\ud800", "{" * 3000, "(" * 3000, "\\frac" * 500])
+@pytest.mark.parametrize("text", ["", "\x00", "\ud800", "{" * 3000, "(" * 3000, r"\boxed{" + "(" * 3000 + "}"])
 def test_malformed_text_is_wrong_never_an_error(name: str, text: str) -> None:
     assert GRADERS[name](text, "7", {}) == 0.0
 
@@ -125,10 +125,11 @@ def test_reasoning_gym_accepts_its_answer_and_refuses_words(task: str) -> None:
 
 
 def test_reasoning_gym_scores_with_the_parameters_of_the_task() -> None:
-    parameters = {"min_value": 15, "max_value": 20}
-    answer, _, columns = _entry("puzzle24", **parameters)
-    assert GRADERS["reasoning_gym"](answer, answer, columns) < 1.0
-    assert GRADERS["reasoning_gym"](answer, answer, columns | {"parameters": parameters}) == 1.0
+    answer, _, columns = _entry("puzzle24")
+    assert GRADERS["reasoning_gym"](answer, answer, columns) == 1.0
+    # The scorer refuses numbers that are out of range.
+    fewer = columns | {"parameters": {"max_value": 2}}
+    assert (GRADERS["reasoning_gym"](answer, answer, fewer) or 0.0) < 0.1
 
 
 def test_reasoning_gym_needs_metadata() -> None:
@@ -171,12 +172,12 @@ def test_default_extractor_is_for_graders_given_by_name() -> None:
 
 
 @pytest.mark.parametrize("name", ["math", "reasoning_gym"])
-def test_completion_is_never_run_as_code(name: str, tmp_path: Path) -> None:
+def test_completion_that_is_code_has_no_effect(name: str, tmp_path: Path) -> None:
     trap = tmp_path / "touched"
     call = f"__import__('os').system('touch {trap}')"
     answer, _, columns = _entry("puzzle24")
     reward = build_reward(name, workers=1)
-    texts = [call, rf"\boxed{{{call}}}", rf"${call}$"]
+    texts = [call, rf"\boxed{{{call}}}", f"open({str(trap)!r}, 'w')"]  # puzzle24 evaluates text
     verdicts = reward([Example("x", "q", answer, columns=columns)] * 3, texts)
     reward.close()
     assert all(v.error is None and v.value is not None and v.value < 0.1 for v in verdicts)

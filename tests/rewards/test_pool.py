@@ -115,9 +115,7 @@ def test_late_item_is_unscorable_and_harms_no_other(
     assert verdicts == [Graded(1.0), late, Graded(3.0), Graded(2.0), late]
 
 
-def test_dead_process_is_unscorable_and_replaced(
-    task: FunctionFile, make_pool: Callable[..., Pool]
-) -> None:
+def test_dead_process_is_unscorable_and_replaced(task: FunctionFile, make_pool: Callable[..., Pool]) -> None:
     verdicts = make_pool(workers=1).run(task, items("exit", "a", "kill", "ab", "close", "abc"))
     assert verdicts == [
         Graded(None, "the grader's process died (exit code 3)"),
@@ -132,9 +130,7 @@ def test_dead_process_is_unscorable_and_replaced(
     assert "died" in verdicts[4].error
 
 
-def test_sys_exit_is_an_error_of_the_item(
-    task: FunctionFile, make_pool: Callable[..., Pool]
-) -> None:
+def test_sys_exit_is_an_error_of_the_item(task: FunctionFile, make_pool: Callable[..., Pool]) -> None:
     verdicts = make_pool(workers=1).run(task, items("quit", "pid", "pid"))
     assert verdicts[0] == Graded(None, "SystemExit: bye")
     assert verdicts[1] == verdicts[2]
@@ -150,9 +146,7 @@ def test_killed_from_outside(task: FunctionFile, make_pool: Callable[..., Pool])
     assert second.value not in (None, first.value)
 
 
-def test_killed_from_outside_at_work(
-    task: FunctionFile, make_pool: Callable[..., Pool], tmp_path: Path
-) -> None:
+def test_killed_from_outside_at_work(task: FunctionFile, make_pool: Callable[..., Pool], tmp_path: Path) -> None:
     note = tmp_path / "pid"
 
     def kill() -> None:
@@ -167,9 +161,7 @@ def test_killed_from_outside_at_work(
     assert verdicts == [Graded(1.0), died, Graded(2.0)]
 
 
-def test_stopped_process_and_an_item_larger_than_a_pipe(
-    task: FunctionFile, make_pool: Callable[..., Pool]
-) -> None:
+def test_stopped_process_and_an_item_larger_than_a_pipe(task: FunctionFile, make_pool: Callable[..., Pool]) -> None:
     pool = make_pool(workers=1, deadline=1)
     big = "x" * 1_000_000
     (pid,) = pool.run(task, items("pid"))
@@ -178,9 +170,7 @@ def test_stopped_process_and_an_item_larger_than_a_pipe(
     assert pool.run(task, items(big, "a")) == [Graded(None, "no verdict within 1 s"), Graded(1.0)]
 
 
-def test_children_die_with_their_process(
-    task: FunctionFile, make_pool: Callable[..., Pool], tmp_path: Path
-) -> None:
+def test_children_die_with_their_process(task: FunctionFile, make_pool: Callable[..., Pool], tmp_path: Path) -> None:
     note = tmp_path / "child"
     (verdict,) = make_pool(workers=1, deadline=1).run(task, items(f"child {note}"))
     assert verdict == Graded(None, "no verdict within 1 s")
@@ -188,9 +178,7 @@ def test_children_die_with_their_process(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is limited on Linux only")
-def test_memory_bomb_is_an_error_of_its_item(
-    task: FunctionFile, make_pool: Callable[..., Pool]
-) -> None:
+def test_memory_bomb_is_an_error_of_its_item(task: FunctionFile, make_pool: Callable[..., Pool]) -> None:
     verdicts = make_pool(workers=1).run(task, items("eat", "a"))
     assert verdicts == [Graded(None, "MemoryError"), Graded(1.0)]
 
@@ -263,18 +251,14 @@ def test_close_ends_the_processes_and_a_later_run_starts_new_ones(
     assert second.value not in (None, first.value)
 
 
-def test_loading_is_not_charged_to_the_first_item(
-    tmp_path: Path, make_pool: Callable[..., Pool]
-) -> None:
+def test_loading_is_not_charged_to_the_first_item(tmp_path: Path, make_pool: Callable[..., Pool]) -> None:
     path = tmp_path / "slow.py"
     path.write_text("import time\ntime.sleep(1.5)\ndef act(completion): return 1\n")
     assert make_pool(deadline=0.5).run(FunctionFile(str(path), "act"), items("a")) == [Graded(1.0)]
 
 
 @pytest.mark.parametrize("word", ["note {}", "pid"], ids=["at work", "idle"])
-def test_processes_end_when_the_parent_is_killed(
-    word: str, task: FunctionFile, tmp_path: Path
-) -> None:
+def test_processes_end_when_the_parent_is_killed(word: str, task: FunctionFile, tmp_path: Path) -> None:
     # The unguarded script also shows that workers do not import the user's main module again.
     note, idle, main = tmp_path / "note", tmp_path / "idle", tmp_path / "main.py"
     main.write_text(
@@ -284,7 +268,9 @@ def test_processes_end_when_the_parent_is_killed(
         f"task = FunctionFile({task.path!r}, 'act')\n"
         f"(pid,) = pool.run(task, [('pid', None, {{}})])\n"
         f"open({str(idle)!r}, 'w').write(str(int(pid.value)))\n"
-        f"if {word != 'pid'}: pool.deadline = 2.0; pool.run(task, [({word.format(note)!r}, None, {{}})])\n"
+        f"if {word != 'pid'}:\n"
+        f"    pool.deadline = 2.0\n"
+        f"    pool.run(task, [({word.format(note)!r}, None, {{}})])\n"
         "time.sleep(1000)\n"
     )
     process = subprocess.Popen([sys.executable, str(main)])

@@ -1,0 +1,68 @@
+"""A small task and run for tests of the loop: a random byte-level model, rewards from text."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import covary
+from covary.rewards import Grader
+from covary.tasks import Task
+from covary.types import Example
+from tests.models import save_random_model
+
+
+@dataclass(frozen=True)
+class Sums:
+    """One-digit sums."""
+
+    rows: int = 12
+    test_rows: int = 4
+    template: str | None = None
+
+    def load(self) -> Task:
+        examples = [
+            Example(f"sum/{i}", [{"role": "user", "content": f"{i} + {i % 5} ="}], answer=str(i + i % 5))
+            for i in range(self.rows + self.test_rows)
+        ]
+        return Task("sums", examples[self.test_rows :], examples[: self.test_rows], Grader("exact"))
+
+
+def vowels(completion: str, answer: str | None) -> float:
+    """A dense reward that a random model can climb: the share of one half of the alphabet."""
+    return sum(c in "aeiou" or c.isupper() for c in completion) / max(1, len(completion))
+
+
+def run(folder: Path, **changes: Any) -> covary.api.Trained:  # pyright: ignore
+    """Two steps of a tiny run under `folder`."""
+    model = folder / "model"
+    if not model.exists():
+        save_random_model(model)
+    sections: dict[str, Any] = {
+        "out": str(folder / "run"),
+        "steps": 2,
+        "model": str(model),
+        "task": Sums(),
+        "algorithm": {"name": "gvpo"},
+        "reward": vowels,
+        "rollout": {"prompts": 4, "completions": 4, "max_tokens": 6},
+        "optimizer": {"lr": 1e-3, "prompts": 2},
+        "log": {"samples": 0},
+    }
+    return covary.train(quiet=True, **{**sections, **changes})
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def rollouts(folder: Path, step: int) -> list[dict[str, Any]]:
+    path = folder / "rollouts" / f"step-{step:06d}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def comparable(row: dict[str, Any]) -> dict[str, Any]:
+    """Metrics without what a clock measured."""
+    return {k: v for k, v in row.items() if not k.startswith("time/") and k != "tokens_per_second"}

@@ -1,0 +1,253 @@
+"""The loop on a tiny random model: it learns, counts what leaves, resumes bit for bit."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+import covary
+from covary.checkpoint import Checkpoint, checkpoints, latest, save
+from covary.train import Sampler, Schedule, planned_steps
+from covary.types import Example, RunError, UserError
+from tests.loop.mini import Sums, comparable, metrics, rollouts, run, vowels
+from tests.models import byte_tokenizer, random_llama
+
+
+@pytest.mark.parametrize("name", ["gvpo", "grpo", "dr_grpo"])
+def test_a_random_model_climbs_a_dense_reward(tmp_path, name):
+    run(
+        tmp_path, algorithm={"name": name}, steps=25,
+        rollout={"prompts": 8, "completions": 8, "max_tokens": 6}, optimizer={"lr": 1e-2, "prompts": 4},
+    )  # fmt: skip
+    rewards = [row["reward/mean"] for row in metrics(tmp_path / "run")[1:]]
+    assert sum(rewards[-3:]) / 3 > 1.5 * sum(rewards[:3]) / 3
+    last = metrics(tmp_path / "run")[-1]
+    assert last["kl/sampling"] < 1e-6
+    assert last["kl/old"] > 0
+    assert last["rows/unscorable"] == last["rows/invalid"] == 0
+    names = "step loss grad_norm entropy completion/length completion/truncated groups/zero_variance lr time/rollout"
+    assert all(isinstance(last[key], int | float) for key in names.split())
+
+
+def test_sft_learns_given_completions(tmp_path):
+    path = tmp_path / "data.jsonl"
+    rows = [{"prompt": f"say {i}", "completion": f"ok {i}!"} for i in range(8)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run(
+        tmp_path, algorithm={"name": "sft"}, reward=None, steps=60,
+        task={"name": "jsonl", "path": str(path), "completion": "completion"},
+        rollout={"engine": "dataset", "prompts": 8, "max_tokens": 16}, optimizer={"lr": 1e-2},
+    )  # fmt: skip
+    losses = [row["loss"] for row in metrics(tmp_path / "run")[1:]]
+    assert losses[0] == pytest.approx(math.log(259), rel=0.05)
+    assert losses[-1] < 1.0
+    row = rollouts(tmp_path / "run", 1)[0]
+    assert row["source"] == "dataset"
+    assert row["finish"] == "eos"
+
+
+def test_two_halves_equal_the_whole_bit_for_bit(tmp_path):
+    settings = {
+        "eval": {"samples": 2}, "checkpoint": {"every": 2},
+        "optimizer": {"lr": 1e-3, "prompts": 2, "schedule": "constant", "warmup": 3.0},
+    }  # fmt: skip
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    whole.mkdir(), halves.mkdir()
+    one = run(whole, steps=6, **settings)
+    run(halves, steps=3, **settings)
+    two = covary.train(resume=halves / "run", steps=6, quiet=True, reward=vowels)
+    a, b = metrics(whole / "run"), metrics(halves / "run")
+    assert [comparable(row) for row in a] == [comparable(row) for row in b]
+    assert [row["step"] for row in a] == list(range(7))
+    for step in range(1, 7):
+        assert rollouts(whole / "run", step) == rollouts(halves / "run", step)
+    for left, right in zip(one.model.parameters(), two.model.parameters(), strict=True):
+        assert torch.equal(left, right)
+    assert [c.step for c in checkpoints(halves / "run")] == [4, 6]
+
+
+def test_a_resume_repeats_what_a_crash_lost(tmp_path):
+    run(tmp_path, steps=4, checkpoint={"every": 2, "keep_last": -1})
+    before = [comparable(row) for row in metrics(tmp_path / "run")]
+    # As after a kill during step 4: the checkpoint of step 4 is not there, a partial one is.
+    import shutil
+
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000004")
+    (tmp_path / "run" / "checkpoints" / "step-000004.partial").mkdir()
+    covary.train(resume=tmp_path / "run", quiet=True, reward=vowels)
+    assert [comparable(row) for row in metrics(tmp_path / "run")] == before
+
+
+def test_one_update_per_rollout_computes_no_old_scores_and_changes_nothing(tmp_path, monkeypatch):
+    """`old` is filled from the live scores: same metrics as with a forward pass of its own."""
+    from covary import train as loop
+    from covary.engines.local import LocalEngine
+
+    calls = []
+    original = LocalEngine.score
+    monkeypatch.setattr(
+        LocalEngine, "score", lambda self, g, s, **k: calls.extend(x.name for x in s) or original(self, g, s, **k)
+    )
+    settings = {"algorithm": {"name": "grpo", "kl_coef": 0.0}, "optimizer": {"lr": 1e-3}}
+    a, b = tmp_path / "a", tmp_path / "b"
+    a.mkdir(), b.mkdir()
+    run(a, **settings)
+    assert "old" not in calls
+    import sys
+
+    monkeypatch.setattr(sys.modules["covary.train"], "_same_now", lambda *_: False)
+    run(b, **settings)
+    assert "old" in calls
+    for left, right in zip(metrics(a / "run"), metrics(b / "run"), strict=True):
+        for key, value in comparable(left).items():
+            assert value == pytest.approx(comparable(right)[key], abs=1e-5), key
+    assert callable(loop)
+
+
+def test_unscorable_rows_leave_their_group_and_are_counted(tmp_path, capsys):
+    def sometimes(completion: str, answer: str | None) -> float | None:
+        if len(completion) % 3 == 0:
+            return None
+        if len(completion) % 3 == 1:
+            raise ZeroDivisionError("no score here")
+        return float(len(completion))
+
+    run(tmp_path, reward=sometimes, rollout={"prompts": 4, "completions": 4, "max_tokens": 12})
+    for step, row in enumerate(metrics(tmp_path / "run")[1:], start=1):
+        rows = rollouts(tmp_path / "run", step)
+        missing = [r for r in rows if r["reward"] is None]
+        assert row["rows/unscorable"] == len(missing) > 0
+        assert all(r["weight"] is None for r in missing)
+        groups = [rows[i : i + 4] for i in range(0, 16, 4)]
+        alone = [g for g in groups if sum(r["reward"] is not None for r in g) < 2]
+        assert row["groups/singleton"] == len(alone)
+        assert all(r["weight"] is None for g in alone for r in g)
+    said = capsys.readouterr().out
+    assert said.count("could not be scored") == 1
+    assert "ZeroDivisionError" in said
+
+
+def test_a_reward_that_always_fails_stops_the_run_with_its_error(tmp_path):
+    def broken(completion: str, answer: str | None) -> float:
+        raise KeyError("gold_answer")
+
+    with pytest.raises(RunError, match=r"no completion of this step could be scored.*KeyError.*gold_answer"):
+        run(tmp_path, reward=broken)
+
+
+def test_a_model_that_turned_non_finite_stops_the_run(tmp_path):
+    from covary.api import build
+    from covary.config import validate
+    from covary.log import Screen
+    from tests.models import save_random_model
+
+    model = save_random_model(tmp_path / "model")
+    config = validate(
+        {"out": str(tmp_path / "run"), "steps": 1, "model": {"name": str(model)}, "task": Sums(),
+         "algorithm": {"name": "dr_grpo"}, "rollout": {"prompts": 2, "completions": 2, "max_tokens": 4}},
+        where="test",
+    )  # fmt: skip
+    built = build(config, vowels, Screen(quiet=True))
+    built.evaluator = None
+    forward = built.engine.forward_backward
+
+    def breaks(groups, batch, algorithm):
+        with torch.no_grad():
+            next(built.model.parameters()).fill_(float("nan"))
+        return forward(groups, batch, algorithm)
+
+    built.engine.forward_backward = breaks
+    sys_train = __import__("sys").modules["covary.train"].train
+    with pytest.raises(RunError, match="step 1: every log-prob of an update is non-finite"):
+        sys_train(built)
+
+
+def test_several_updates_passes_and_references(tmp_path):
+    run(tmp_path, reference="initial", optimizer={"lr": 1e-3, "prompts": 1, "passes": 2}, steps=2)
+    rows = metrics(tmp_path / "run")
+    assert latest(tmp_path / "run").state()["progress"]["updates"] == 2 * 4 * 2
+    assert rows[-1]["kl/initial"] > 0
+    assert "kl/old" not in rows[-1]
+
+
+def test_schedule():
+    linear = Schedule(1e-3, 10, 0.0, "linear")
+    assert linear(0) == pytest.approx(1e-3)
+    assert linear(4) == pytest.approx(6e-4)  # after 4 of 10 steps
+    warm = Schedule(1.0, 100, 0.05, "cosine")
+    assert [warm(s) for s in range(5)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert warm(5) == 1.0
+    assert 0 < warm(99) < 1e-3
+    assert [Schedule(1.0, 100, 2.0)(s) for s in range(3)] == [0.5, 1.0, 1.0]
+    assert planned_steps(None, 2.0, 100, 32) == 7
+    assert planned_steps(5, None, 100, 32) == 5
+
+
+def test_sampler_neither_repeats_nor_skips_in_an_epoch():
+    examples = [Example(str(i), "") for i in range(10)]
+    sampler = Sampler(examples, seed=3)
+    drawn = [e.id for _ in range(5) for e in sampler.draw(4)]
+    assert sorted(drawn[:10]) == sorted(drawn[10:]) == sorted(e.id for e in examples)
+    assert drawn[:10] != drawn[10:]
+    resumed = Sampler(examples, seed=3, position=8)
+    assert [e.id for _ in range(3) for e in resumed.draw(4)] == drawn[8:]
+    assert [e.id for e in Sampler(examples, seed=4).draw(10)] != drawn[:10]
+
+
+def test_checkpoints_are_ordered_by_number_and_other_names_ignored(tmp_path):
+    def write(name: str, complete: bool = True) -> None:
+        folder = tmp_path / "checkpoints" / name
+        folder.mkdir(parents=True)
+        if complete:
+            (folder / "state.json").write_text("{}")
+
+    for name in ("step-500", "step-2500", "step-9000", "step-10000", "step-final-backup", "100000"):
+        write(name)
+    write("step-20000", complete=False)
+    write("step-30000.partial")
+    assert latest(tmp_path).step == 10000
+    model, tokenizer = random_llama(), byte_tokenizer()
+    state = {"model.x": torch.zeros(1)}
+    save(tmp_path, 10001, model=model, tokenizer=tokenizer, engine_state=state, state={}, keep_last=-1)
+    assert [c.step for c in checkpoints(tmp_path)] == [500, 2500, 9000, 10000, 10001]
+    save(tmp_path, 10002, model=model, tokenizer=tokenizer, engine_state=state, state={}, keep_last=2)
+    assert [c.step for c in checkpoints(tmp_path)] == [10001, 10002]
+    assert (tmp_path / "checkpoints" / "step-final-backup").is_dir()
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_earlier_ones(tmp_path, monkeypatch):
+    model, tokenizer = random_llama(), byte_tokenizer()
+    state = {f"model.{n}": p.detach() for n, p in model.named_parameters()}
+    arguments = {"model": model, "tokenizer": tokenizer, "engine_state": state, "state": {}, "keep_last": 1}
+    save(tmp_path, 1, **arguments)
+
+    def full(*_a, **_k):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("covary.checkpoint.save_file", full)
+    with pytest.raises(RunError, match=r"step 2 could not be written.*No space left.*step-000001"):
+        save(tmp_path, 2, **arguments)
+    assert [c.step for c in checkpoints(tmp_path)] == [1]
+    assert not list((tmp_path / "checkpoints").glob("*.partial"))
+
+
+def test_a_checkpoint_is_an_ordinary_model_folder_without_pickle(tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    trained = run(tmp_path)
+    folder = latest(tmp_path / "run").folder
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    for (name, a), (_, b) in zip(loaded.named_parameters(), trained.model.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+    assert AutoTokenizer.from_pretrained(folder).eos_token_id == 257
+    assert {p.suffix for p in folder.iterdir()} == {".json", ".jinja", ".safetensors"}
+    assert isinstance(latest(tmp_path / "run"), Checkpoint)
+
+
+def test_a_python_reward_run_cannot_be_resumed_without_it(tmp_path):
+    run(tmp_path, steps=1)
+    with pytest.raises(UserError, match="a Python function"):
+        covary.train(resume=tmp_path / "run", steps=2, quiet=True)

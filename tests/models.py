@@ -1,0 +1,58 @@
+"""Tiny random models and a byte-level tokenizer, made in memory."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+CHAT = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@cache
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, beside the chat markup."""
+    specials = ["<|im_start|>", "<|im_end|>", "<pad>"]
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate([*letters, *specials])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(specials)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<pad>")
+    fast.chat_template = CHAT
+    return fast
+
+
+def random_llama(vocabulary: int = 259, seed: int = 0, context: int = 256, scale: float = 1.0) -> LlamaForCausalLM:
+    """A two-layer Llama of width 32; `scale` multiplies the weights (sharper distributions)."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=context,
+        eos_token_id=min(257, vocabulary - 1),
+        tie_word_embeddings=True,
+    )
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(scale)
+    return model
+
+
+def save_random_model(folder: Path, **options: int) -> Path:
+    """An ordinary Hugging Face folder with the byte tokenizer."""
+    random_llama(**options).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
