@@ -32,8 +32,8 @@ from typing import (
 import yaml
 from pydantic import ConfigDict, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
 
-from covary.settings import Checkpoint, Engine, Eval, Log, Model, Optimizer, Rollout, Text
 from covary.objects import is_object_name, load_object, name_of
+from covary.settings import Checkpoint, Engine, Eval, Log, Model, Optimizer, Rollout, Text
 from covary.types import UserError
 
 if TYPE_CHECKING:

@@ -63,7 +63,7 @@ def standardise(x: Float[Tensor, " B"], group: Int[Tensor, " B"], eps: float) ->
 def log_ratio(
     policy: Float[Tensor, "B T"], other: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
 ) -> Float[Tensor, "B T"]:
-    """log policy - log other per token, 0 where masked: whatever stands there reaches neither value nor gradient."""
+    """Log policy - log other per token, 0 where masked: whatever stands there reaches neither value nor gradient."""
     return torch.where(mask, policy - other, 0.0)
 
 

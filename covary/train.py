@@ -1,8 +1,8 @@
 """The loop, read top to bottom: no branch on an algorithm's name.
 
-    prompts -> plan -> generate -> rewards (or early scores and algorithm.reward) -> select
-      -> the other frozen scores -> prepare -> for each optimizer batch: forward_backward, step
-      -> metrics, samples -> evaluate, checkpoint
+prompts -> plan -> generate -> rewards (or early scores and algorithm.reward) -> select
+-> the other frozen scores -> prepare -> for each optimizer batch: forward_backward, step
+-> metrics, samples -> evaluate, checkpoint
 """
 
 from __future__ import annotations

@@ -82,18 +82,19 @@ class Sum(NamedTuple):
 
 # The form of words of chain_sum, and two others so that the knowledge does not hang on one.
 FORMS = ("State the final answer to the following arithmetic problem: {} =", "{} =", "What is {}?")
-FORM_WEIGHTS = (0.8, 0.1, 0.1)
+FORM_WEIGHTS = (0.9, 0.05, 0.05)
 
 
 def draw_sums(rng: random.Random, held_out: frozenset[Sum]) -> Iterator[Sum]:
     """Questions outside `held_out`, mostly of two digits: there are 16200 of them, of one digit 200.
 
-    Pairs of one and two digits, which the task lacks, carry what is learned from the one to the other.
+    Almost half of those 200 are held out. Seeing the others often teaches them by heart; what helps is
+    sums of one and two digits, which the task lacks: they carry the rule from the one to the other.
     """
     ranges = ((0, 9), (10, 99))
     while True:
         kind = rng.random()
-        first, second = (0, 0) if kind < 0.2 else (0, 1) if kind < 0.275 else (1, 0) if kind < 0.35 else (1, 1)
+        first, second = (0, 0) if kind < 0.08 else (0, 1) if kind < 0.18 else (1, 0) if kind < 0.28 else (1, 1)
         question = Sum(rng.randint(*ranges[first]), rng.choice("+-"), rng.randint(*ranges[second]))
         if question not in held_out:
             yield question

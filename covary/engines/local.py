@@ -67,7 +67,7 @@ class LocalEngine:
         model.eval()
         if gradient_checkpointing:
             _remove_dropout(model)
-            model.gradient_checkpointing_enable({"use_reentrant": False})  # pyright: ignore[reportCallIssue]
+            model.activation_checkpointing_enable({"use_reentrant": False})  # pyright: ignore[reportCallIssue]
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         decayed = [p for p in self._parameters.values() if p.ndim >= 2]
         others = [p for p in self._parameters.values() if p.ndim < 2]

@@ -1,11 +1,11 @@
-"""Prompt templates: examples -> prompt token ids, by context.
+r"""Prompt templates: examples -> prompt token ids, by context.
 
 A template is a YAML file that declares its pieces:
 
     contexts:            # name -> text with {question} and {answer}, or the word `chat`: the tokenizer's own template
       prompt: chat
     stop: "</think>"     # optional: what ends a sampled trace
-    glue: "\\n<answer>"   # optional: fixed tokens between the trace and the reference answer
+    glue: "\n<answer>"   # optional: fixed tokens between the trace and the reference answer
     answer: "{answer}</answer>"   # optional: the reference answer, appended and scored after the trace
 
 Shipped templates lie beside this file; a recipe may name a path.

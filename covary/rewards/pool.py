@@ -86,7 +86,7 @@ class Pool:
         verdicts: list[Graded | None] = [None] * len(items)
         waiting = deque(range(len(items)))
         seats = min(self.workers, len(items))  # one fewer for every process that fails to load the task
-        while True:
+        while waiting or any(worker.busy for worker in self._running):
             while waiting and len(self._running) < seats:
                 self._running.append(_Worker())
             for worker in self._running:
@@ -101,8 +101,6 @@ class Pool:
                 except Exception as error:  # the columns cannot be pickled
                     verdicts[index] = Graded(None, error_line(error))
             busy = [worker for worker in self._running if worker.busy]
-            if not busy:
-                break
             _wait(busy)
             for worker in busy:
                 index = worker.index
@@ -243,7 +241,7 @@ def _wait(busy: list[_Worker]) -> None:
     poll = select.poll()
     for worker in busy:
         worker.register(poll)
-    seconds = min(worker.due for worker in busy) - time.monotonic()
+    seconds = min((worker.due for worker in busy), default=0.0) - time.monotonic()
     poll.poll(math.ceil(max(seconds, 0) * 1000))
 
 

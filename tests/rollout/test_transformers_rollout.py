@@ -609,7 +609,7 @@ def test_modes_of_the_model_are_restored_and_dropout_is_off() -> None:
 def test_a_model_set_up_for_training_samples_and_trains_on() -> None:
     model = llama(use_cache=False)
     model.train()
-    model.gradient_checkpointing_enable()
+    model.activation_checkpointing_enable()
     (done,) = sample(
         TransformersRollout(model, TOKENIZER), [group(1)], Sampling(max_tokens=8), Request(2)
     )
