@@ -240,6 +240,7 @@ def build(config: RunConfig, function: Callable[..., object] | None, screen: Scr
         max_grad_norm=config.optimizer.max_grad_norm,
     )
     policy_rollout = TransformersRollout(model, tokenizer, autocast=autocast)
+    policy_rollout.on_progress = screen.completions
     steps = planned_steps(config.steps, config.epochs, len(task.train), config.rollout.prompts)
     return Run(
         folder=Path(config.out or "."),

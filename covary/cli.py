@@ -92,10 +92,10 @@ def evaluate(
     screen = Screen(quiet)
     metrics: dict[str, float] = {}
     for one in tasks:
-        with screen.bar("evaluating", 1) as bar:
-            metrics |= api.evaluate(
-                model, one, samples=samples, temperature=temperature, max_tokens=max_tokens, seed=seed, on_progress=bar
-            )
+        metrics |= api.evaluate(
+            model, one, samples=samples, temperature=temperature, max_tokens=max_tokens, seed=seed,
+            on_progress=screen.completions,
+        )  # fmt: skip
     for name, value in metrics.items():
         screen.say(f"{name} {value:.4g}")
     if json_file is not None:

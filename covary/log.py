@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -25,6 +25,7 @@ class Screen:
         self.console = Console(highlight=False, soft_wrap=True, quiet=silent)
         self.quiet = quiet
         self._progress: Progress | None = None
+        self._rollout: AbstractContextManager[_Bar] | None = None
 
     def say(self, text: str) -> None:
         """One plain line. Control characters are shown escaped: completions are untrusted text."""
@@ -52,6 +53,17 @@ class Screen:
             if not self._progress.tasks:
                 self._progress.stop()
                 self._progress = None
+
+
+    def completions(self, done: int, total: int) -> None:
+        """A bar for a rollout under way: an engine's `on_progress`."""
+        if self._rollout is None:
+            self._rollout = self.bar("completions", total)
+            self._rollout_bar = self._rollout.__enter__()
+        self._rollout_bar(done, total)
+        if done >= total:
+            self._rollout.__exit__(None, None, None)
+            self._rollout = None
 
 
 class _Bar:
@@ -89,6 +101,11 @@ class RunLog:
         """Bytes of metrics.jsonl so far."""
         return self.metrics_path.stat().st_size if self.metrics_path.exists() else 0
 
+    def first(self) -> dict[str, float]:
+        """The row before training."""
+        with open(self.metrics_path, encoding="ascii") as file:
+            return {name: float("nan") if value is None else value for name, value in json.loads(file.readline()).items()}
+
     def rewind(self, position: int, step: int) -> None:
         """Forget metrics behind `position` and rollouts of steps after `step`: a resumed run makes them again."""
         with open(self.metrics_path, "ab") as file:
@@ -123,14 +140,22 @@ class RunLog:
                     file.write(dump_line(row))
 
 
+def summary(before: Mapping[str, float], after: Mapping[str, float]) -> list[str]:
+    """Held-out figures before and after a run, one line each."""
+    names = [name for name in _headline(after) if name in before]
+    return [f"{name}: {before[name]:.3f} -> {after[name]:.3f}" for name in names]
+
+
+def _headline(row: Mapping[str, float]) -> list[str]:
+    """The evaluation figures that a line has room for."""
+    shown = ("accuracy", "greedy", "pass@")
+    return [name for name in row if name.startswith("eval/") and name.rpartition("/")[2].startswith(shown)]
+
+
 def step_line(row: Mapping[str, float], steps: int) -> str:
     """The line a step: what a person watches."""
     parts = [f"step {int(row['step'])}/{steps}"]
     parts += [f"{name} {row[name]:.4g}" for name in SHOWN if name in row]
-    parts += [
-        f"{name} {value:.3f}"
-        for name, value in row.items()
-        if name.startswith("eval/") and name.rpartition("/")[2].startswith(("accuracy", "greedy", "pass@"))
-    ]
+    parts += [f"{name} {row[name]:.3f}" for name in _headline(row)]
     seconds = sum(value for name, value in row.items() if name.startswith("time/"))
     return "  ".join([*parts, *([f"{seconds:.1f} s"] if seconds else [])])

@@ -8,10 +8,8 @@ prompts -> plan -> generate -> rewards (or early scores and algorithm.reward) ->
 from __future__ import annotations
 
 import math
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,15 +22,13 @@ from covary import checkpoint as checkpoints
 from covary.batch import Algorithm, Batch, RolloutEngine, Scores, TrainEngine, one_process
 from covary.collate import attach, attach_features, collate, rows_of, take_rows
 from covary.evaluate import Evaluator, grade
-from covary.log import RunLog, Screen, step_line
-from covary.ops import all_equal, k3
+from covary.log import RunLog, Screen, step_line, summary
+from covary.metrics import Clock, rollout_metrics, sampling_drift, set_weights, update_metrics
 from covary.prompts import Template, prompt_group
 from covary.rewards import Reward
 from covary.rollout.pieces import append_answers
 from covary.seeding import derive_seed
 from covary.types import Example, Group, RunError, Sampling, Score, Stream
-
-WATCHED_GROUPS = 4  # prompts a step whose rollout log-probs are compared with the trainer's
 
 
 @dataclass(frozen=True)
@@ -172,18 +168,21 @@ def train(run: Run, resume: checkpoints.Checkpoint | None = None) -> dict[str, f
                 row = row | _evaluate(run)
             log.metrics(row)
             run.screen.say(step_line(row, run.steps))
+    for line in summary(log.first(), row):
+        run.screen.say(line)
     return row
 
 
 def train_step(run: Run, sampler: Sampler, progress: Progress, log: RunLog) -> dict[str, float]:
     """One rollout and its updates; returns its metrics and moves `progress`."""
-    clock = _Clock()
-    count: dict[str, float] = defaultdict(float)
+    clock = Clock()
+    names = ("rows/invalid", "rows/unscorable", "groups/singleton", "groups/deselected", "updates/skipped")
+    count = dict.fromkeys(names, 0.0)
     step = progress.step + 1
 
     everything, groups = collect(run, sampler, progress, clock, count)
     with clock("score"):
-        metrics = _watch_sampling(run, groups)
+        metrics = sampling_drift(run.engine, groups, run.sampling.temperature)
         deferred = _score_frozen(run, groups)
     batch = collate(groups, run.sampling.max_tokens)
     batch = _drop(run, groups, batch, _finite(batch.numbers, len(batch)), count)
@@ -199,11 +198,11 @@ def train_step(run: Run, sampler: Sampler, progress: Progress, log: RunLog) -> d
     for text in _shown(run, everything):
         run.screen.say(text)
     progress.step = step
-    return {"step": step, **_rollout_metrics(everything, count), **metrics, "lr": lr, **clock.metrics(everything)}
+    return {"step": step, **rollout_metrics(everything, count), **metrics, "lr": lr, **clock.metrics(everything)}
 
 
 def collect(
-    run: Run, sampler: Sampler, progress: Progress, clock: _Clock, count: dict[str, float]
+    run: Run, sampler: Sampler, progress: Progress, clock: Clock, count: dict[str, float]
 ) -> tuple[list[Group], list[Group]]:
     """Completions with rewards: everything that was sampled, and the groups to learn from.
 
@@ -264,7 +263,7 @@ def update(
     """Every optimizer update of one rollout; returns their metrics, averaged over updates."""
     sums: dict[str, list[float]] = defaultdict(list)
     first_of_group = _group_starts(batch)
-    for _ in range(run.passes):
+    for number in range(run.passes):
         for part in np.array_split(np.arange(batch.num_groups), run.updates):
             if len(part) == 0:
                 continue  # no rows: the step is skipped
@@ -285,7 +284,10 @@ def update(
             index = finite.nonzero().squeeze(1)
             scores = {name: value[index] for name, value in scores.items()}
             seen = _fill(optimizer_batch.take(index), scores)
-            for name, value in _update_metrics(run, rows_of(chosen), index, scores, seen).items():
+            if number == 0:
+                rows = rows_of(chosen)
+                set_weights(run.algorithm, [rows[i] for i in index.tolist()], scores, seen)
+            for name, value in update_metrics(run.algorithm, run.reference, scores, seen).items():
                 sums[name].append(value)
             sums["grad_norm"].append(grad_norm)
     return {name: float(np.mean(values)) for name, values in sums.items()}
@@ -381,87 +383,12 @@ def _same_now(run: Run, frozen: Score, trained: Score) -> bool:
     return key(frozen) == key(trained)
 
 
-def _watch_sampling(run: Run, groups: list[Group]) -> dict[str, float]:
-    """`kl/sampling`: the rollout engine's log-probs against the trainer's, at the rollout temperature."""
-    watched = [
-        replace(group, completions=known, rewards=None)
-        for group in groups[:WATCHED_GROUPS]
-        if (known := [c for c in group.completions if c.logps is not None and not c.greedy])
-    ]
-    if not watched:
-        return {}
-    difference: list[Tensor] = []
-    for context in {completion.context for completion in rows_of(watched)}:
-        here = [
-            replace(group, completions=rows)
-            for group in watched
-            if (rows := [c for c in group.completions if c.context == context])
-        ]
-        score = Score("watch", Stream("policy", context))
-        values = run.engine.score(here, [score], temperature=run.sampling.temperature)["watch"]
-        difference += [
-            torch.tensor(completion.logps) - value for completion, value in zip(rows_of(here), values, strict=True)
-        ]
-    return {"kl/sampling": float(k3(torch.cat(difference)).mean())}
-
-
 def _fill(batch: Batch, scores: Scores) -> Batch:
     """The batch as the loss saw it: frozen numbers that were not scored equal their live twins."""
     return batch.with_numbers({f: scores[t] for f, t in batch.current.items() if f not in batch})
 
 
-# -- metrics ---------------------------------------------------------------------------------------------
-
-
-def _update_metrics(
-    run: Run, rows: list[Any], index: Tensor, scores: Scores, batch: Batch
-) -> dict[str, float]:
-    """Loss, the algorithm's own metrics, KL to the other policies; sets each row's weight at its first update."""
-    leaves = {name: value.detach().requires_grad_() for name, value in scores.items()}
-    loss = run.algorithm.loss(leaves, batch)
-    metrics = {"loss": float(loss.detach()), **run.algorithm.metrics(scores, batch)}
-    policy = next((s.name for s in run.algorithm.trained if s.name == "policy" and s.level == "token"), None)
-    if policy is None:
-        return metrics
-    gradient = torch.autograd.grad(loss, leaves[policy], allow_unused=True)[0]
-    if gradient is not None:
-        weights = -gradient.sum(-1) / batch.mask.sum(-1).clamp(min=1) * batch.total("rows")
-        for i, weight in zip(index.tolist(), weights.tolist(), strict=True):
-            if rows[i].weight is None:
-                rows[i].weight = weight
-    for score in run.algorithm.frozen:
-        model = run.reference if score.name == "reference" else score.name
-        if model in ("old", "initial") and score.level == "token" and score.tokens == "sampled":
-            # Samples come from the old policy: KL(old || policy); KL(policy || initial) as usual.
-            d = scores[policy] - batch[score.name]
-            metrics[f"kl/{model}"] = float(k3(-d if model == "old" else d)[batch.mask].mean())
-    return metrics
-
-
-def _rollout_metrics(everything: list[Group], count: dict[str, float]) -> dict[str, float]:
-    rows = rows_of(everything)
-    lengths = [len(row.tokens) for row in rows]
-    logps = [logp for row in rows if row.logps is not None and not row.greedy for logp in row.logps]
-    rewards = [r for g in everything for r in g.rewards or [] if r is not None]
-    metrics = {
-        "completion/length": float(np.mean(lengths)),
-        "completion/truncated": float(np.mean([row.finish == "length" for row in rows])),
-        "rows/invalid": count["rows/invalid"],
-        "rows/unscorable": count["rows/unscorable"],
-        "groups/singleton": count["groups/singleton"],
-        "updates/skipped": count["updates/skipped"],
-    }
-    if "groups/deselected" in count:
-        metrics["groups/deselected"] = count["groups/deselected"]
-    if logps:
-        # Minus the mean log-prob of samples is an unbiased estimate of the sampling policy's token entropy.
-        metrics["entropy"] = -float(np.mean(logps))
-    if rewards:
-        metrics |= {"reward/mean": float(np.mean(rewards)), "reward/std": float(np.std(rewards))}
-        groups = torch.tensor([g for g, group in enumerate(everything) for r in group.rewards or [] if r is not None])
-        dense = groups.unique(return_inverse=True)[1]
-        metrics["groups/zero_variance"] = float(all_equal(torch.tensor(rewards, dtype=torch.float64), dense).sum())
-    return metrics
+# -- what a person sees, evaluation, checkpoints --------------------------------------------------------------------------
 
 
 def _shown(run: Run, groups: list[Group]) -> Iterator[str]:
@@ -470,28 +397,6 @@ def _shown(run: Run, groups: list[Group]) -> Iterator[str]:
         prompt = group.example.prompt
         question = prompt if isinstance(prompt, str) else prompt[-1]["content"]
         yield f"    {question[-80:]!r} -> {completion.text[:120]!r}  reward {'none' if reward is None else f'{reward:g}'}"
-
-
-class _Clock:
-    """Seconds of each part of a step."""
-
-    def __init__(self) -> None:
-        self.start = time.perf_counter()
-        self.seconds = dict.fromkeys(("rollout", "reward", "score", "train"), 0.0)
-
-    @contextmanager
-    def __call__(self, part: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.seconds[part] += time.perf_counter() - start
-
-    def metrics(self, groups: list[Group]) -> dict[str, float]:
-        tokens = sum(len(row.tokens) for row in rows_of(groups))
-        rate = tokens / (time.perf_counter() - self.start)
-        return {**{f"time/{name}": s for name, s in self.seconds.items()}, "tokens_per_second": rate}
-
-
-# -- evaluation and checkpoints --------------------------------------------------------------------------
 
 
 def _evaluate(run: Run) -> dict[str, float]:

@@ -93,9 +93,7 @@ class TransformersRollout:
         """Records `version`; the weights themselves are the trainer's, so `state` is not read."""
         self.weights_version = version
 
-    def generate(
-        self, plans: list[list[Request]], groups: list[Group], sampling: Sampling, seed: int
-    ) -> list[Group]:
+    def generate(self, plans: list[list[Request]], groups: list[Group], sampling: Sampling, seed: int) -> list[Group]:
         """Samples what `plans` ask for.
 
         Args:
@@ -136,10 +134,7 @@ class TransformersRollout:
             Group(
                 example=group.example,
                 contexts=group.contexts,
-                completions=[
-                    self._completion(row)
-                    for row in islice(done, sum(request.count for request in requests))
-                ],
+                completions=[self._completion(row) for row in islice(done, sum(request.count for request in requests))],
                 answer_tokens=group.answer_tokens,
             )
             for group, requests in zip(groups, plans, strict=True)
@@ -157,9 +152,7 @@ class TransformersRollout:
                         f"{where}: source {request.source!r} requested, but this engine samples the policy only"
                     )
                 if request.decoding == "sample" and not sampling.temperature > 0:
-                    raise ValueError(
-                        f"temperature is {sampling.temperature}, sampling needs one above 0"
-                    )
+                    raise ValueError(f"temperature is {sampling.temperature}, sampling needs one above 0")
                 if request.context not in group.contexts:
                     raise ValueError(f"{where} is not one of {sorted(group.contexts)}")
                 length = len(group.contexts[request.context])
@@ -215,9 +208,9 @@ class TransformersRollout:
         cache.batch_select_indices(select)
         greedy = torch.tensor([row.greedy for row in rows], device=device)
         temperature = torch.where(greedy, 1.0, sampling.temperature)
-        uniforms = torch.from_numpy(
-            np.stack([_uniforms(row.seed, sampling.max_tokens) for row in rows])
-        ).to(device)  # (R, max_tokens)
+        uniforms = torch.from_numpy(np.stack([_uniforms(row.seed, sampling.max_tokens) for row in rows])).to(
+            device
+        )  # (R, max_tokens)
 
         for step in range(sampling.max_tokens):
             chosen, logps = sample_tokens(logits.float(), temperature, greedy, uniforms[:, step])
@@ -238,9 +231,7 @@ class TransformersRollout:
                 cache.batch_select_indices(keep)
                 chosen, mask, lengths = chosen[keep], mask[keep], lengths[keep]
                 greedy, temperature, uniforms = greedy[keep], temperature[keep], uniforms[keep]
-            logits = self._forward(
-                chosen[:, None], mask[:, : width + step + 1], (lengths + step)[:, None], cache
-            )
+            logits = self._forward(chosen[:, None], mask[:, : width + step + 1], (lengths + step)[:, None], cache)
 
     def _forward(
         self,
@@ -287,9 +278,7 @@ class TransformersRollout:
 
     def _text(self, tokens: list[int]) -> str:
         # Tags such as <think> may be registered as special tokens: graders must see them.
-        text = self.tokenizer.decode(
-            tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
+        text = self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
 
@@ -341,9 +330,7 @@ def sample_tokens(
     return tokens, shifted - totals.sum(-1).log()
 
 
-def _inverse_cdf(
-    weights: torch.Tensor, uniforms: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _inverse_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Per row, the index (R,) of `weights` (R, n) into which `uniforms` (R,) falls, and how far into it, in [0, 1]."""
     cdf = weights.cumsum(-1, dtype=torch.float64)
     target = (uniforms * cdf[:, -1])[:, None]

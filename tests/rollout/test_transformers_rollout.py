@@ -96,9 +96,7 @@ def llama(**changes: Any) -> PreTrainedModel:
 
 def gpt2() -> PreTrainedModel:
     torch.manual_seed(0)
-    return GPT2LMHeadModel(
-        GPT2Config(**COMMON, n_positions=96, n_embd=32, n_layer=2, n_head=4, initializer_range=0.2)
-    )
+    return GPT2LMHeadModel(GPT2Config(**COMMON, n_positions=96, n_embd=32, n_layer=2, n_head=4, initializer_range=0.2))
 
 
 def qwen2() -> PreTrainedModel:
@@ -109,14 +107,9 @@ def qwen2() -> PreTrainedModel:
 def gemma3() -> PreTrainedModel:
     """Every other layer sees 6 tokens only, fewer than the prompts and completions have."""
     torch.manual_seed(0)
-    return Gemma3ForCausalLM(
-        Gemma3TextConfig(
-            **SMALL | {"initializer_range": 0.1},
-            head_dim=8,
-            sliding_window=6,
-            layer_types=["sliding_attention", "full_attention"],
-        )
-    )
+    config: dict[str, Any] = SMALL | {"initializer_range": 0.1, "head_dim": 8, "sliding_window": 6}
+    layers = ["sliding_attention", "full_attention"]
+    return Gemma3ForCausalLM(Gemma3TextConfig(**config, layer_types=layers))
 
 
 def group(number: int, prompt: str | None = None, **contexts: str) -> Group:
@@ -125,9 +118,7 @@ def group(number: int, prompt: str | None = None, **contexts: str) -> Group:
     return Group(Example(id=f"e{number}", prompt=prompt), {"prompt": encode(prompt)} | ids)
 
 
-def sample(
-    engine: TransformersRollout, groups: list[Group], sampling: Sampling, *requests: Request
-) -> list[Group]:
+def sample(engine: TransformersRollout, groups: list[Group], sampling: Sampling, *requests: Request) -> list[Group]:
     return engine.generate([list(requests)] * len(groups), groups, sampling, seed=7)
 
 
@@ -241,9 +232,7 @@ def test_frequencies_over_a_vocabulary_of_many_bins_match_the_softmax() -> None:
     logits = torch.randn(1000) * 2
     rows = 50_000
     uniforms = torch.from_numpy(np.random.Generator(np.random.PCG64(0)).random(rows))
-    tokens, logps = sample_tokens(
-        logits.expand(rows, -1).clone(), torch.ones(rows), torch.zeros(rows).bool(), uniforms
-    )
+    tokens, logps = sample_tokens(logits.expand(rows, -1).clone(), torch.ones(rows), torch.zeros(rows).bool(), uniforms)
     torch.testing.assert_close(logps, logits.log_softmax(-1)[tokens])
     expected = rows * logits.softmax(-1)
     counts = torch.bincount(tokens, minlength=1000)
@@ -259,19 +248,13 @@ def test_excluded_tokens_are_never_chosen_at_the_edges_of_the_uniform_number(
 ) -> None:
     torch.manual_seed(0)
     # 1 is no uniform number; it stands for one that rounding has pushed to the end of the running sum.
-    edges = torch.tensor(
-        [0.0, 5e-324, 1e-300, 0.5, 1 - 2**-24, 1 - 2**-53, 1.0], dtype=torch.float64
-    )
+    edges = torch.tensor([0.0, 5e-324, 1e-300, 0.5, 1 - 2**-24, 1 - 2**-53, 1.0], dtype=torch.float64)
     for allowed in ([0], [vocabulary // 2], [vocabulary - 1], [0, vocabulary // 2]):
         logits = torch.full((len(edges), vocabulary), -math.inf)
         logits[:, allowed] = torch.randn(len(edges), len(allowed)) * 3
-        tokens, logps = sample_tokens(
-            logits, torch.full((len(edges),), 0.7), torch.zeros(len(edges)).bool(), edges
-        )
+        tokens, logps = sample_tokens(logits, torch.full((len(edges),), 0.7), torch.zeros(len(edges)).bool(), edges)
         assert set(tokens.tolist()) <= set(allowed)
-        torch.testing.assert_close(
-            logps, (logits / 0.7).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
-        )
+        torch.testing.assert_close(logps, (logits / 0.7).log_softmax(-1).gather(1, tokens[:, None])[:, 0])
 
 
 def test_a_row_of_nan_logits_is_marked_by_its_logps() -> None:
@@ -401,9 +384,7 @@ class Scripted(LlamaForCausalLM):
         return output
 
 
-def say(
-    script: list[int] | str, max_tokens: int = 40, stop: tuple[str, ...] = (), **tokenizer: str
-) -> Completion:
+def say(script: list[int] | str, max_tokens: int = 40, stop: tuple[str, ...] = (), **tokenizer: str) -> Completion:
     tokens = encode(script) if isinstance(script, str) else script
     each = group(0)
     model = Scripted([*tokens, END], len(each.contexts["prompt"]))
@@ -459,9 +440,7 @@ def test_a_pad_token_that_is_the_end_token_changes_nothing() -> None:
     groups = [group(number) for number in range(3)]
     sampling = Sampling(max_tokens=6)
     first = sample(TransformersRollout(model, TOKENIZER), groups, sampling, Request(2))
-    second = sample(
-        TransformersRollout(model, build_tokenizer(pad="<end>")), groups, sampling, Request(2)
-    )
+    second = sample(TransformersRollout(model, build_tokenizer(pad="<end>")), groups, sampling, Request(2))
     assert first == second
 
 
@@ -536,9 +515,7 @@ def test_nothing_is_decoded_on_the_way_without_stop_strings(
     tokenizer = build_tokenizer()
     calls: list[list[int]] = []
     decode = tokenizer.decode
-    monkeypatch.setattr(
-        tokenizer, "decode", lambda ids, **options: calls.append(ids) or decode(ids, **options)
-    )
+    monkeypatch.setattr(tokenizer, "decode", lambda ids, **options: calls.append(ids) or decode(ids, **options))
     engine = TransformersRollout(llama(), tokenizer)
     sample(engine, [group(0)], Sampling(max_tokens=8), Request(4))
     assert len(calls) == 4
@@ -577,9 +554,7 @@ def test_requests_are_answered_in_order_under_their_context() -> None:
         ("prompt", False, True),
         ("prompt", False, True),
     ]
-    assert {(c.source, c.weights_version, c.roles) for c in done.completions} == {
-        ("policy", 3, None)
-    }
+    assert {(c.source, c.weights_version, c.roles) for c in done.completions} == {("policy", 3, None)}
     assert_logps_are_the_models(model, done, temperature=0.8)
 
 
@@ -610,9 +585,7 @@ def test_a_model_set_up_for_training_samples_and_trains_on() -> None:
     model = llama(use_cache=False)
     model.train()
     model.activation_checkpointing_enable()
-    (done,) = sample(
-        TransformersRollout(model, TOKENIZER), [group(1)], Sampling(max_tokens=8), Request(2)
-    )
+    (done,) = sample(TransformersRollout(model, TOKENIZER), [group(1)], Sampling(max_tokens=8), Request(2))
     ids = torch.tensor([group(1).contexts["prompt"]])
     model(input_ids=ids, labels=ids).loss.backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
@@ -650,7 +623,5 @@ def test_a_prompt_beyond_the_models_context_is_named() -> None:
     engine = TransformersRollout(gpt2(), TOKENIZER)
     each = Group(Example(id="long", prompt=""), {"prompt": [5] * 90})
     sample(engine, [each], Sampling(max_tokens=6), Request(1))
-    with pytest.raises(
-        UserError, match=r"'long'.* 90 tokens and max_tokens = 7 .* context of 96 tokens"
-    ):
+    with pytest.raises(UserError, match=r"'long'.* 90 tokens and max_tokens = 7 .* context of 96 tokens"):
         sample(engine, [each], Sampling(max_tokens=7), Request(1))
