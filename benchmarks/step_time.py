@@ -49,7 +49,9 @@ def main() -> None:
     seconds = {part: [row[f"time/{part}"] for row in rows] for part in PARTS}
     seconds["step"] = [sum(row[f"time/{part}"] for part in PARTS) for row in rows]
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(f"{arguments.recipe}, {len(rows)} steps, {arguments.threads} threads, torch {torch.__version__}, {platform.machine()}")
+    print(
+        f"{arguments.recipe}, {len(rows)} steps, {arguments.threads} threads, torch {torch.__version__}, {platform.machine()}"
+    )
     result: dict[str, float] = {"peak_memory_gib": round(memory, 3)}
     for name, values in seconds.items():
         result[name] = statistics.median(values)

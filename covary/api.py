@@ -133,9 +133,7 @@ def evaluate(
     sampling = Sampling(max_tokens, temperature)
     check_lengths(loaded.test, template, tokenizer, policy.config, max_tokens)
     try:
-        return Evaluator(
-            loaded.name, loaded.test, rollout, grader, template, tokenizer, sampling, samples, seed
-        )()[0]
+        return Evaluator(loaded.name, loaded.test, rollout, grader, template, tokenizer, sampling, samples, seed)()[0]
     finally:
         grader.close()
 
@@ -148,9 +146,7 @@ def start_run(config: RunConfig, function: Callable[..., object] | None, screen:
     """
     folder = Path(config.out or f"runs/{to_dict(config)['algorithm']['name'].rpartition(':')[2]}")
     if folder.exists():
-        raise UserError(
-            f"out: {folder} exists; continue it with --resume {folder}, or name another folder (out=...)"
-        )
+        raise UserError(f"out: {folder} exists; continue it with --resume {folder}, or name another folder (out=...)")
     config = replace(config, out=str(folder))
     run = build(config, function, screen)
     folder.mkdir(parents=True)

@@ -93,8 +93,7 @@ class Batch:
                 raise ValueError(f"two numbers of one batch are called {name!r}")
             if value.shape[:1] != self.group.shape or value.shape not in (self.group.shape, self.tokens.shape):
                 raise ValueError(
-                    f"number {name!r} has shape {tuple(value.shape)}, "
-                    f"not (B,) or (B, T) = {tuple(self.tokens.shape)}"
+                    f"number {name!r} has shape {tuple(value.shape)}, not (B,) or (B, T) = {tuple(self.tokens.shape)}"
                 )
         return replace(self, numbers={**self.numbers, **numbers})
 
@@ -202,9 +201,7 @@ class Algorithm:
 class RolloutEngine(Protocol):
     """Samples completions."""
 
-    def generate(
-        self, plans: list[list[Request]], groups: list[Group], sampling: Sampling, seed: int
-    ) -> list[Group]:
+    def generate(self, plans: list[list[Request]], groups: list[Group], sampling: Sampling, seed: int) -> list[Group]:
         """New groups with the completions that each group's plan asks for, in order."""
         ...
 

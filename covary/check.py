@@ -76,11 +76,13 @@ def _schedule(config: RunConfig, task: Task) -> Iterator[str]:
 def _tokenizer(config: RunConfig, screen: Screen) -> Any | None:
     """The tokenizer where it can be had: a recipe may name a model that this machine does not hold."""
     try:
-        return load_tokenizer(config.model.name, config.model.trust_remote_code)
-    except UserError as error:
+        return load_tokenizer(config.model.name, config.model.trust_remote_code, offline=True)
+    except UserError:
         if Path(config.model.name).exists() or "/" not in config.model.name:
             raise
-        screen.say(f"note: {error}; prompts are shown as messages, their lengths are not checked")
+        screen.say(
+            f"note: {config.model.name} is not on this machine: prompts are shown as messages, their lengths not checked"
+        )
         return None
 
 

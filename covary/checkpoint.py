@@ -108,7 +108,9 @@ def save(
             model.save_pretrained(partial, state_dict=weights)  # pyright: ignore[reportCallIssue]
         tokenizer.save_pretrained(partial)
         training = {k: v for k, v in engine_state.items() if not k.startswith("model.")}
-        save_file({k: v.contiguous() for k, v in (training | _random_tensors()).items()}, partial / "training.safetensors")
+        save_file(
+            {k: v.contiguous() for k, v in (training | _random_tensors()).items()}, partial / "training.safetensors"
+        )
         (partial / "state.json").write_text(
             json.dumps({**state, "step": step, "random": _random_numbers()}), encoding="utf-8"
         )

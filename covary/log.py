@@ -54,7 +54,6 @@ class Screen:
                 self._progress.stop()
                 self._progress = None
 
-
     def completions(self, done: int, total: int) -> None:
         """A bar for a rollout under way: an engine's `on_progress`."""
         if self._rollout is None:
@@ -104,7 +103,9 @@ class RunLog:
     def first(self) -> dict[str, float]:
         """The row before training."""
         with open(self.metrics_path, encoding="ascii") as file:
-            return {name: float("nan") if value is None else value for name, value in json.loads(file.readline()).items()}
+            return {
+                name: float("nan") if value is None else value for name, value in json.loads(file.readline()).items()
+            }
 
     def rewind(self, position: int, step: int) -> None:
         """Forget metrics behind `position` and rollouts of steps after `step`: a resumed run makes them again."""

@@ -25,9 +25,7 @@ def entropy(logps: Float[Tensor, "N V"], tokens: Int[Tensor, " N"]) -> Float[Ten
     return -torch.where(possible, logps.exp() * torch.where(possible, logps, 0.0), 0.0).sum(-1)
 
 
-def kl(
-    p: Float[Tensor, "N V"], q: Float[Tensor, "N V"], tokens: Int[Tensor, " N"]
-) -> Float[Tensor, " N"]:
+def kl(p: Float[Tensor, "N V"], q: Float[Tensor, "N V"], tokens: Int[Tensor, " N"]) -> Float[Tensor, " N"]:
     """Exact KL(p || q) of two next-token distributions; inf where q lacks a token that p has."""
     possible = p.exp() > 0  # mass that underflows counts as none: 0 * inf would be NaN
     difference = torch.where(possible, p, 0.0) - torch.where(possible, q, 0.0)

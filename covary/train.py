@@ -280,7 +280,9 @@ def update(
             finite = _finite(scores, len(rows))
             count["rows/invalid"] += int((~finite).sum())
             if not finite.any():
-                raise RunError(f"step {progress.step + 1}: every log-prob of an update is non-finite; the model is broken")
+                raise RunError(
+                    f"step {progress.step + 1}: every log-prob of an update is non-finite; the model is broken"
+                )
             index = finite.nonzero().squeeze(1)
             scores = {name: value[index] for name, value in scores.items()}
             seen = _fill(optimizer_batch.take(index), scores)

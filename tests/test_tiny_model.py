@@ -76,7 +76,15 @@ def test_any_text_round_trips(tokenizer: PreTrainedTokenizerBase, text: str) -> 
 
 @pytest.mark.parametrize(
     "text",
-    [" two  spaces ", "line\r\n\n\tend\n", "n't , . !", "é ☃ 漢字 👩‍👩‍👧", "\u2028x\u00a0", "１２ ٣٤", "<|im_end|> <|im_"],
+    [
+        " two  spaces ",
+        "line\r\n\n\tend\n",
+        "n't , . !",
+        "é ☃ 漢字 👩‍👩‍👧",
+        "\u2028x\u00a0",
+        "１２ ٣٤",
+        "<|im_end|> <|im_",
+    ],
 )
 def test_awkward_text_round_trips(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text

@@ -214,9 +214,7 @@ class _Live:
     def scores(self, rows: Sequence[int]) -> Scores:
         """Trained scores of some rows, with gradient where it is enabled."""
         width = self.batch.tokens.shape[1]
-        flat = self.engine._flat(
-            take_rows(self.groups, rows), self.algorithm.trained, self.engine.logprob_temperature
-        )
+        flat = self.engine._flat(take_rows(self.groups, rows), self.algorithm.trained, self.engine.logprob_temperature)
         return {
             score.name: flat[score.name].summed(len(rows))
             if score.level == "sequence"

@@ -33,9 +33,7 @@ def two_pass_backward(
     """
     leaves = {name: value.detach().requires_grad_() for name, value in known.items()}
     loss = algorithm.loss(leaves, batch)
-    gradients = dict(
-        zip(leaves, torch.autograd.grad(loss, list(leaves.values()), allow_unused=True), strict=True)
-    )
+    gradients = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()), allow_unused=True), strict=True))
     for rows in parts:
         surrogate: list[Tensor] = []
         for name, value in live(rows).items():

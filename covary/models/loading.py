@@ -35,11 +35,11 @@ def model_path(name: str) -> str:
     return name
 
 
-def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a model."""
+def load_tokenizer(name: str, trust_remote_code: bool = False, *, offline: bool = False) -> Any:
+    """The tokenizer of a model; `offline` asks no hub (a hub id is then found in the local cache only)."""
     path = model_path(name)
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=offline)
     except (OSError, ValueError) as error:
         raise UserError(f"model.name: no tokenizer for {name!r} ({_first_line(error)})") from error
 
@@ -57,7 +57,11 @@ def load_config(name: str, trust_remote_code: bool = False) -> Any:
 
 
 def load_model(
-    name: str, *, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu", trust_remote_code: bool = False
+    name: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    trust_remote_code: bool = False,
 ) -> nn.Module:
     """A causal language model in evaluation mode. Weights are read from safetensors only.
 

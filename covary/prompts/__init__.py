@@ -52,7 +52,9 @@ def load_template(name: str) -> Template:
     if not path.is_file():
         near = get_close_matches(name, shipped_templates(), n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise UserError(f"template {name!r} is no file and not shipped (shipped: {', '.join(shipped_templates())}){hint}")
+        raise UserError(
+            f"template {name!r} is no file and not shipped (shipped: {', '.join(shipped_templates())}){hint}"
+        )
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:

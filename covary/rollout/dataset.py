@@ -20,14 +20,10 @@ class DatasetRollout:
 
     def __init__(self, tokenizer: Any) -> None:
         if tokenizer.eos_token_id is None:
-            raise UserError(
-                "the model's tokenizer has no end token, so given completions cannot be ended"
-            )
+            raise UserError("the model's tokenizer has no end token, so given completions cannot be ended")
         self.tokenizer = tokenizer
 
-    def generate(
-        self, plans: list[list[Request]], groups: list[Group], sampling: Sampling, seed: int
-    ) -> list[Group]:
+    def generate(self, plans: list[list[Request]], groups: list[Group], sampling: Sampling, seed: int) -> list[Group]:
         """Groups with their examples' completions, encoded, ended, and cut at `sampling.max_tokens`.
 
         Raises:

@@ -33,17 +33,13 @@ def append_answers(groups: Sequence[Group], template: Template, tokenizer: Any) 
         if completion.finish != "stop_string" or not answer:
             return completion
         trace = encode(completion.text) + stop
-        roles: list[Role] = (
-            ["sampled"] * len(trace) + ["context"] * len(glue) + ["answer"] * len(answer)
-        )
+        roles: list[Role] = ["sampled"] * len(trace) + ["context"] * len(glue) + ["answer"] * len(answer)
         return replace(completion, tokens=trace + glue + answer, roles=roles, logps=None)
 
     return [
         replace(
             group,
-            completions=[
-                answered(completion, group.answer_tokens) for completion in group.completions
-            ],
+            completions=[answered(completion, group.answer_tokens) for completion in group.completions],
         )
         for group in groups
     ]

@@ -45,7 +45,7 @@ _LOG_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class ReasoningGym:
-    """Tasks of Reasoning Gym, with their own scorers.
+    """Tasks of Reasoning Gym, with their own scorers. The bare answer is each row's given completion (for SFT).
 
     Attributes:
         tasks: name of a Reasoning Gym task -> its parameters. `weight` among them is its share of
@@ -110,6 +110,7 @@ class ReasoningGym:
         columns = {"metadata": entry["metadata"], "question": entry["question"], "task": name}
         if parameters := _settings(name, self.tasks[name] or {}):
             columns["parameters"] = parameters  # some scorers read them
+        answer = None if entry["answer"] is None else str(entry["answer"])
         return Example(
             id=id,
             prompt=chat_messages(
@@ -118,7 +119,8 @@ class ReasoningGym:
                 examples=self.examples,
                 system=self.system,
             ),
-            answer=None if entry["answer"] is None else str(entry["answer"]),
+            answer=answer,
+            completions=None if answer is None else [answer],
             columns=columns,
         )
 

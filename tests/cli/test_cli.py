@@ -121,9 +121,7 @@ def test_check_reports_a_grader_that_refuses_the_gold_answers(call, recipe, tmp_
     path = tmp_path / "data.jsonl"
     path.write_text('{"prompt": "p", "answer": "a"}\n{"prompt": "q", "answer": "b"}\n')
     (tmp_path / "mine.py").write_text("def never(completion, answer):\n    return 0.0\n")
-    code, out, err = call(
-        "check", recipe, "--no-model", f"task={{name: jsonl, path: {path}}}", "reward=mine.py:never"
-    )
+    code, out, err = call("check", recipe, "--no-model", f"task={{name: jsonl, path: {path}}}", "reward=mine.py:never")
     assert code == 0, err
     assert "warning: the gold answer 'a'" in out
 

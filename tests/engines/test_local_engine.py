@@ -116,7 +116,9 @@ def test_entropy_and_two_stream_kl_equal_a_plain_forward_pass():
 def test_only_positions_of_the_wanted_role_are_scored():
     model = random_llama(50)
     engine = LocalEngine(model)
-    completion = Completion([3, 4, 5, 6, 7], "", "stop_string", roles=["sampled", "sampled", "context", "answer", "answer"])
+    completion = Completion(
+        [3, 4, 5, 6, 7], "", "stop_string", roles=["sampled", "sampled", "context", "answer", "answer"]
+    )
     group = Group(Example("0", ""), {"prompt": [1, 2]}, [completion], answer_tokens=[8, 9])
     scores = [Score("s"), Score("a", tokens="answer"), Score("both", tokens="both"),
               Score("gold", per="example", level="sequence")]  # fmt: skip
@@ -263,7 +265,9 @@ def test_gradient_checkpointing_changes_no_gradient_and_dropout_never_acts():
     gradients = []
     for checkpointing in (False, True):
         torch.manual_seed(0)
-        config = GPT2Config(vocab_size=50, n_embd=32, n_layer=2, n_head=2, n_positions=64, resid_pdrop=0.5, attn_pdrop=0.5)
+        config = GPT2Config(
+            vocab_size=50, n_embd=32, n_layer=2, n_head=2, n_positions=64, resid_pdrop=0.5, attn_pdrop=0.5
+        )
         model = GPT2LMHeadModel(config)
         engine = LocalEngine(model, gradient_checkpointing=checkpointing)
         groups = make_groups()

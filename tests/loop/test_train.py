@@ -64,7 +64,9 @@ def test_gvpo_learns_from_completions_and_rewards_of_a_file(tmp_path):
     assert last["loss"] < 0.05 * metrics(tmp_path / "run")[1]["loss"]
     # At the optimum the implicit rewards differ as the rewards do: beta * (Delta_good - Delta_bad) = 1.
     tokenizer, initial = byte_tokenizer(), random_llama()
-    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "say 0"}], add_generation_prompt=True, return_dict=False)
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "say 0"}], add_generation_prompt=True, return_dict=False
+    )
 
     def logp(model, text: str) -> float:
         ids = [*tokenizer.encode(text), tokenizer.eos_token_id]
