@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
-import hashlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from covary.objects import load_object
 from covary.rewards.types import Graded, as_graded, error_line
 from covary.types import Example, UserError
 
@@ -37,30 +34,9 @@ class FunctionFile:
 
     def load(self) -> Callable[..., object]:
         """Execute the file and return the function; UserError says what is wrong with either."""
-        path = Path(self.path)
-        if not path.is_file():
-            raise UserError(f"reward: there is no file {self.path}")
-        module_name = "covary_reward_" + hashlib.blake2b(self.path.encode(), digest_size=8).hexdigest()
-        spec = importlib.util.spec_from_file_location(module_name, path)
-        if spec is None or spec.loader is None:
-            raise UserError(f"reward: {self.path} is not a Python file")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[module_name] = module  # dataclasses look their module up there
-        try:
-            spec.loader.exec_module(module)
-        except Exception as error:
-            raise UserError(f"reward: importing {self.path} failed: {error_line(error)}") from error
-        function = getattr(module, self.name, None)
+        function = load_object(f"{self.path}:{self.name}", "reward")
         if not callable(function):
-            functions = [
-                name
-                for name, value in vars(module).items()
-                if inspect.isfunction(value) and value.__module__ == module_name
-            ]
-            near = difflib.get_close_matches(self.name, functions, n=1)
-            what = "is not a function" if hasattr(module, self.name) else "is not defined"
-            valid = f"did you mean {near[0]!r}?" if near else f"functions there: {', '.join(functions)}"
-            raise UserError(f"reward: {self.name!r} {what} in {self.path}; {valid}")
+            raise UserError(f"reward: {self.name!r} is not a function in {self.path}")
         return function
 
 

@@ -234,7 +234,7 @@ def test_items_run_elsewhere_and_batches_here(reward_file: Path) -> None:
     [
         ("{file}", "names no function, write path/to/file.py:function"),
         ("{file}:sane", "'sane' is not defined in .*; did you mean 'same'"),
-        ("{file}:zzz", "functions there: same, process, processes$"),
+        ("{file}:zzz", "defined there: Settings, process, processes, same$"),
         ("{file}:scale", "'scale' is not a function in "),
         ("{folder}/missing.py:same", "there is no file "),
         ("{folder}/broken.py:same", "importing .*broken.py failed: SyntaxError"),
