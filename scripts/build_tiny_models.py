@@ -70,6 +70,7 @@ class Sum(NamedTuple):
 
     @property
     def value(self) -> int:
+        """The right answer."""
         return self.a + self.b if self.sign == "+" else self.a - self.b
 
     @property
