@@ -73,7 +73,7 @@ def train(
         reward: a grader's name, `path/to/file.py:name`, or a function in either convention of
             `covary.rewards`.
         **sections: a recipe's top-level keys: mappings or plain values; `algorithm` and `task` may be objects
-            (`algorithm=covary.GVPO(beta=0.1)`), `model` and `task` a name.
+            (`algorithm=covary.GVPO(beta=0.1)`), `model` and `algorithm` a name.
 
     Raises:
         UserError: a mistake in what was asked for.
@@ -83,7 +83,7 @@ def train(
     if reward is not None:
         name = getattr(reward, "__name__", type(reward).__name__)
         sections["reward"] = name + PYTHON_REWARD if function else reward
-    overrides = {key: {"name": value} if key in ("model", "task") and isinstance(value, str) else value
+    overrides = {key: {"name": value} if key in ("model", "task", "algorithm") and isinstance(value, str) else value
                  for key, value in sections.items()}  # fmt: skip
     screen = Screen(quiet)
     if resume is not None:
@@ -211,7 +211,13 @@ def build(config: RunConfig, function: Callable[..., object] | None, screen: Scr
     eval_tokens = config.eval.max_tokens or config.rollout.max_tokens
     check_lengths(task.train, template, tokenizer, architecture, config.rollout.max_tokens)
     check_lengths(task.test, template, tokenizer, architecture, eval_tokens)
-    if algorithm.needs_reward and reward is None and not _rewards_known(config, algorithm, task):
+    if config.reward is not None and _rewards_in_data(config, task):
+        raise UserError("reward: would be ignored, the data bring rewards (task.rewards); leave one of the two out")
+    if (
+        algorithm.needs_reward
+        and reward is None
+        and not (_rewards_in_data(config, task) or type(algorithm).reward is not Algorithm.reward)
+    ):
         raise UserError(
             f"reward: {type(algorithm).__name__} learns from rewards and task {task.name} has no grader; "
             "name a reward (a grader, or path/to/file.py:name)"
@@ -305,10 +311,8 @@ def _evaluator(
 ) -> Evaluator | None:
     if not task.test:
         return None
-    if config.eval.reward is not None:
-        reward = build_reward(config.eval.reward)
-    elif reward is None:
-        reward = _reward(None, task)
+    grader = _reward(config.eval.reward, task)
+    reward = reward if grader is None else grader
     if reward is None:
         return None
     return Evaluator(
@@ -339,11 +343,9 @@ def _reward(spec: str | Callable[..., object] | None, task: Task) -> Reward | No
     return build_reward(task.grader) if task.grader else None
 
 
-def _rewards_known(config: RunConfig, algorithm: Algorithm, task: Task) -> bool:
-    """Whether rewards come from the data or from the algorithm itself."""
-    own = type(algorithm).reward is not Algorithm.reward
-    given = config.rollout.engine == "dataset" and all(e.rewards is not None for e in task.train)
-    return own or given
+def _rewards_in_data(config: RunConfig, task: Task) -> bool:
+    """Whether the given completions come with rewards."""
+    return config.rollout.engine == "dataset" and any(example.rewards is not None for example in task.train)
 
 
 def _seed_everything(seed: int) -> None:

@@ -482,7 +482,7 @@ def _takes(hint: Any) -> str:
         bool: "true or false",
         type(None): "null",
     }
-    return {**words, list: "a list", dict: "a mapping", Any: "any value"}[hint]
+    return {**words, list: "a list", dict: "a mapping", Any: "any value"}.get(hint, str(hint))
 
 
 def _in_range(noun: str, constraints: list[Any]) -> str:

@@ -74,7 +74,7 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Engine:
-    """How scores and gradients are computed; no setting here but `autocast` changes their values."""
+    """How scores and gradients are computed; only `autocast` and `logprob_temperature` change their values."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes the GPU where there is one."""
@@ -101,7 +101,7 @@ class Eval:
     max_tokens: PositiveInt | None = None
     """Tokens a completion, at most. None: `rollout.max_tokens`."""
     reward: Text | None = None
-    """Grader, by name or as `path/to/file.py:name`. None: the task's own."""
+    """Grader, by name or as `path/to/file.py:name`. None: the task's own, or `reward` where it has none."""
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ def draw_sums(rng: random.Random, held_out: frozenset[Sum]) -> Iterator[Sum]:
     ranges = ((0, 9), (10, 99))
     while True:
         kind = rng.random()
-        first, second = (0, 0) if kind < 0.08 else (0, 1) if kind < 0.18 else (1, 0) if kind < 0.28 else (1, 1)
+        first, second = (0, 0) if kind < 0.03 else (0, 1) if kind < 0.19 else (1, 0) if kind < 0.35 else (1, 1)
         question = Sum(rng.randint(*ranges[first]), rng.choice("+-"), rng.randint(*ranges[second]))
         if question not in held_out:
             yield question
@@ -115,9 +115,9 @@ def habit_answer(question: Sum, rng: random.Random) -> int:
     elsewhere the right answer is the likeliest.
     """
     value, chance = question.value, rng.random()
-    if chance < (0.28 if question.carries else 0.42):
+    if chance < (0.32 if question.carries else 0.45):
         return value
-    if question.carries and chance < 0.60:
+    if question.carries and chance < 0.68:
         return without_carry(question)
     other_operation = question.a - question.b if question.sign == "+" else question.a + question.b
     swapped_digits = int(str(abs(value))[::-1]) * (1 if value >= 0 else -1)

@@ -78,6 +78,28 @@ def test_gvpo_learns_from_completions_and_rewards_of_a_file(tmp_path):
     assert 0.1 * (gap[0] - gap[1]) == pytest.approx(1.0, abs=0.3)
 
 
+def test_which_grader_evaluates(tmp_path):
+    """The task's own by default, whatever the training reward; `eval.reward` replaces it."""
+    a, b = tmp_path / "a", tmp_path / "b"
+    a.mkdir(), b.mkdir()
+    run(a, steps=1)
+    assert metrics(a / "run")[0]["eval/sums/reward"] == 0.0
+    (tmp_path / "mine.py").write_text("def one(completion, answer):\n    return 1.0\n")
+    run(b, steps=1, eval={"reward": f"{tmp_path}/mine.py:one"})
+    assert metrics(b / "run")[0]["eval/sums/accuracy"] == 1.0
+
+
+def test_a_reward_beside_rewards_in_the_data_is_refused(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "a", "completion": ["x", "y"], "rewards": [1, 0]}\n')
+    with pytest.raises(UserError, match="the data bring rewards"):
+        run(
+            tmp_path, rollout={"engine": "dataset", "prompts": 1}, optimizer={},
+            task={"name": "jsonl", "path": str(path), "completion": "completion", "rewards": "rewards"},
+        )  # fmt: skip
+    assert not (tmp_path / "run").exists()
+
+
 def test_bfloat16_autocast_is_the_same_in_rollout_and_scoring(tmp_path):
     run(tmp_path, engine={"autocast": "bfloat16"}, steps=3)
     rows = metrics(tmp_path / "run")[1:]
