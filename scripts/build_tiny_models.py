@@ -127,8 +127,8 @@ def habit_answer(question: Sum, rng: random.Random) -> int:
 
 def held_out_sums(examples: list[Example]) -> frozenset[Sum]:
     """The questions behind the rows of a test split."""
-    found = (re.search(r"(\d+) ([+-]) (\d+) =", example.prompt[-1]["content"]) for example in examples)
-    return frozenset(Sum(int(match[1]), match[2], int(match[3])) for match in found if match)
+    expressions = (example.columns["metadata"]["expression"].split() for example in examples)
+    return frozenset(Sum(int(a), sign, int(b)) for a, sign, b in expressions)
 
 
 # ---------------------------------------------------------------------------------------------- tokenizer

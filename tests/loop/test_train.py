@@ -94,7 +94,7 @@ def test_a_reward_beside_rewards_in_the_data_is_refused(tmp_path):
     path.write_text('{"prompt": "a", "completion": ["x", "y"], "rewards": [1, 0]}\n')
     with pytest.raises(UserError, match="the data bring rewards"):
         run(
-            tmp_path, rollout={"engine": "dataset", "prompts": 1}, optimizer={},
+            tmp_path, rollout={"engine": "dataset", "prompts": 1, "max_tokens": 8}, optimizer={},
             task={"name": "jsonl", "path": str(path), "completion": "completion", "rewards": "rewards"},
         )  # fmt: skip
     assert not (tmp_path / "run").exists()
