@@ -231,7 +231,7 @@ def build(config: RunConfig, function: Callable[..., object] | None, screen: Scr
     autocast = torch.bfloat16 if config.engine.autocast == "bfloat16" else None
     engine = LocalEngine(
         model,
-        initial=deepcopy(model) if needs_initial else None,
+        frozen={"initial": deepcopy(model)} if needs_initial else {},
         reference=reference,
         micro_batch_tokens=config.engine.micro_batch_tokens,
         autocast=autocast,

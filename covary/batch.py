@@ -75,7 +75,10 @@ class Batch:
             return self.numbers[name]
         except KeyError:
             known = ", ".join(sorted(self.numbers)) or "none"
-            raise KeyError(f"the batch has no number {name!r} (it has: {known})") from None
+            raise KeyError(
+                f"the batch has no number {name!r} (it has: {known}); "
+                "a frozen score that reward, select or prepare reads needs early=True"
+            ) from None
 
     @property
     def num_groups(self) -> int:
@@ -116,14 +119,10 @@ class Batch:
 
     def with_totals(self, normalisers: Sequence[str] = (), reduce: Reduce = one_process) -> Batch:
         """Fix the totals of this optimizer batch over all ranks."""
-        sums = {
-            "groups": torch.tensor(float(self.num_groups), dtype=torch.float64),
-            "rows": torch.tensor(float(len(self)), dtype=torch.float64),
-            "tokens": self.mask.sum().to(torch.float64),
-        }
-        for name in normalisers:
-            sums[name] = self[name].to(torch.float64).sum()
-        return replace(self, totals={name: float(reduce(value)) for name, value in sums.items()})
+        names = ("groups", "rows", "tokens", *normalisers)
+        here = [self.num_groups, len(self), int(self.mask.sum()), *(float(self[n].double().sum()) for n in normalisers)]
+        everywhere = reduce(torch.tensor(here, dtype=torch.float64))  # one collective
+        return replace(self, totals=dict(zip(names, everywhere.tolist(), strict=True)))
 
     def total(self, name: str) -> float:
         """`groups`, `rows`, `tokens`, or a normaliser, of the optimizer batch over all ranks."""

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -40,10 +41,10 @@ class Checkpoint:
         return json.loads((self.folder / "state.json").read_text(encoding="utf-8"))
 
     def weights(self, like: nn.Module) -> dict[str, Tensor]:
-        """The policy's parameters by name, read as transformers reads them."""
+        """The policy's whole state by name, read as transformers reads it."""
         with no_library_bars():
             loaded = type(like).from_pretrained(self.folder, dtype=torch.float32, use_safetensors=True)  # pyright: ignore[reportAttributeAccessIssue]
-        return dict(loaded.named_parameters())
+        return loaded.state_dict()
 
     def training(self) -> dict[str, Tensor]:
         """Optimizer tensors and random states."""
@@ -117,28 +118,29 @@ def save(
         for path in partial.rglob("*"):
             _sync(path)
         _sync(partial)
-        if final.exists():  # a resumed run that reaches the step again
+        if final.exists():  # not complete, or it would be the one that was resumed from
             shutil.rmtree(final)
         os.rename(partial, final)
         _sync(parent)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # safetensors wraps a full disk in an error of its own
         shutil.rmtree(partial, ignore_errors=True)
         kept = checkpoints(run_folder)
         usable = f"the newest usable one is {kept[-1].folder}" if kept else "there is no earlier one"
         raise RunError(f"checkpoint of step {step} could not be written ({error}); {usable}") from error
     if keep_last >= 0:
         for old in checkpoints(run_folder)[:-keep_last]:
-            shutil.rmtree(old.folder)
+            # Renamed first: a kill while files go must not leave a folder that looks complete.
+            dropped = old.folder.with_name(old.folder.name + _PARTIAL)
+            os.rename(old.folder, dropped)
+            shutil.rmtree(dropped)
     return final
 
 
-def restore_random(checkpoint: Checkpoint) -> None:
-    """Put back every random state that `save` recorded."""
-    tensors = checkpoint.training()
+def restore_random(tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
+    """Put back every random state that `save` recorded: of `training()`, and `state()["random"]`."""
     torch.set_rng_state(tensors["random.torch"])
     if torch.cuda.is_available() and "random.cuda" in tensors:
         torch.cuda.set_rng_state(tensors["random.cuda"])
-    numbers = checkpoint.state()["random"]
     version, internal, gauss = numbers["python"]
     random.setstate((version, tuple(internal), gauss))
     name, keys, position, has_gauss, cached = numbers["numpy"]

@@ -35,14 +35,21 @@ def attach(groups: Sequence[Group], numbers: dict[str, list[Any]]) -> None:
     """Give every row its number of each name (a frozen score or a feature)."""
     for name, values in numbers.items():
         for completion, value in zip(rows_of(groups), values, strict=True):
-            completion.numbers[name] = value
+            _name(completion, name, value)
 
 
 def attach_features(groups: Sequence[Group], algorithm: Algorithm) -> None:
     """Give every row the algorithm's own numbers from text or data."""
     for group in groups:
         for completion in group.completions:
-            completion.numbers.update(algorithm.features(group.example, completion))
+            for name, value in algorithm.features(group.example, completion).items():
+                _name(completion, name, value)
+
+
+def _name(completion: Completion, name: str, value: Any) -> None:
+    if name in completion.numbers:
+        raise ValueError(f"two numbers of one row are called {name!r}")
+    completion.numbers[name] = value
 
 
 def collate(groups: Sequence[Group], max_tokens: int) -> Batch:
@@ -56,9 +63,13 @@ def collate(groups: Sequence[Group], max_tokens: int) -> Batch:
     answer_mask = torch.zeros(len(rows), width, dtype=torch.bool)
     tokens = torch.zeros(len(rows), width, dtype=torch.long)
     for i, row in enumerate(rows):
-        tokens[i, : len(row.tokens)] = torch.tensor(row.tokens, dtype=torch.long)
-        mask[i, row.role_positions("sampled")] = True
-        answer_mask[i, row.role_positions("answer")] = True
+        length = len(row.tokens)
+        tokens[i, :length] = torch.tensor(row.tokens, dtype=torch.long)
+        if row.roles is None:
+            mask[i, :length] = True
+        else:
+            mask[i, row.role_positions("sampled")] = True
+            answer_mask[i, row.role_positions("answer")] = True
     rewards = [
         float("nan") if reward is None else float(reward)
         for group in groups

@@ -17,35 +17,58 @@ from covary.ops import all_equal, k3
 from covary.types import Completion, Group, Score, Stream
 
 WATCHED_GROUPS = 4
-"""Prompts a step whose rollout log-probs are compared with the trainer's."""
+"""Prompts a step whose rollout log-probs are compared with the trainer's, where that takes a pass of its own."""
 
 
-def sampling_drift(engine: TrainEngine, groups: Sequence[Group], temperature: float) -> dict[str, float]:
-    """`kl/sampling`: the rollout engine's log-probs against the trainer's of the same tokens, in nats per token.
+def watched(groups: Sequence[Group]) -> list[Group]:
+    """The policy's own samples whose log-probs at the rollout temperature are known, of a few groups.
 
-    Both at the rollout temperature, on a few groups; re-encoded and greedy rows have no such log-probs.
+    Greedy rows, re-encoded ones and those of other sources have no such log-probs.
     """
-    watched = [
-        replace(group, completions=known, rewards=None)
-        for group in groups[:WATCHED_GROUPS]
-        if (known := [c for c in group.completions if c.logps is not None and not c.greedy])
+    few = [
+        replace(group, completions=rows, rewards=None)
+        for group in groups
+        if (rows := [row for row in group.completions if is_watched(row)])
     ]
-    difference: list[Tensor] = []
-    for context in sorted({completion.context for completion in rows_of(watched)}):
-        here = [
-            replace(group, completions=rows)
-            for group in watched
-            if (rows := [c for c in group.completions if c.context == context])
-        ]
-        values = engine.score(here, [Score("watch", Stream("policy", context))], temperature=temperature)["watch"]
-        difference += [
-            torch.tensor(completion.logps) - value for completion, value in zip(rows_of(here), values, strict=True)
-        ]
+    return few[:WATCHED_GROUPS]
+
+
+def is_watched(row: Completion) -> bool:
+    """Whether `kl/sampling` may read this row."""
+    return row.source == "policy" and row.logps is not None and not row.greedy
+
+
+def sampling_kl(rows: Sequence[Completion], values: Sequence[Tensor]) -> dict[str, float]:
+    """`kl/sampling`: the rollout engine's log-probs against the trainer's of the same tokens, in nats per token."""
+    difference = [
+        torch.tensor(row.logps) - value[: len(row.tokens)]
+        for row, value in zip(rows, values, strict=True)
+        if is_watched(row)
+    ]
     return {"kl/sampling": float(k3(torch.cat(difference)).mean())} if difference else {}
 
 
-def update_metrics(algorithm: Algorithm, reference: str, scores: Scores, batch: Batch) -> dict[str, float]:
-    """Loss, the algorithm's own metrics, and KL to the other policies, in nats per token.
+def score_watched(engine: TrainEngine, groups: Sequence[Group], temperature: float) -> dict[str, float]:
+    """`kl/sampling` by a forward pass of its own, at the rollout temperature."""
+    rows: list[Completion] = []
+    values: list[Tensor] = []
+    for context in sorted({row.context for row in rows_of(watched(groups))}):
+        here = [
+            replace(group, completions=of_context)
+            for group in watched(groups)
+            if (of_context := [row for row in group.completions if row.context == context])
+        ]
+        rows += rows_of(here)
+        values += engine.score(here, [Score("watch", Stream("policy", context))], temperature=temperature)["watch"]
+    return sampling_kl(rows, values)
+
+
+def update_metrics(
+    algorithm: Algorithm, reference: str, scores: Scores, batch: Batch
+) -> tuple[dict[str, float], list[float]]:
+    """Loss, the algorithm's own metrics, KL to the other policies (nats per token); and the weight of each row.
+
+    A row's weight is the w_i of sum_i w_i grad log pi(y_i|x), averaged over its tokens, in units of one row.
 
     Args:
         algorithm: its loss is evaluated on the whole optimizer batch, as the engine did in parts.
@@ -53,53 +76,77 @@ def update_metrics(algorithm: Algorithm, reference: str, scores: Scores, batch: 
         scores: detached trained scores, finite rows only.
         batch: the same rows.
     """
-    metrics = {"loss": float(algorithm.loss(scores, batch)), **algorithm.metrics(scores, batch)}
-    if "policy" not in scores or scores["policy"].ndim == 1:
-        return metrics
-    for score in algorithm.frozen:
-        model = reference if score.name == "reference" else score.name
-        if model in ("old", "initial") and score.level == "token" and score.tokens == "sampled":
-            # Samples come from the old policy: KL(old || policy); KL(policy || initial) as usual.
-            d = scores["policy"] - batch[score.name]
-            metrics[f"kl/{model}"] = float(k3(-d if model == "old" else d)[batch.mask].mean())
-    return metrics
-
-
-def set_weights(algorithm: Algorithm, rows: Sequence[Completion], scores: Scores, batch: Batch) -> None:
-    """Give each row the weight of its first update: the w_i of sum_i w_i grad log pi(y_i|x), averaged over tokens."""
     leaves = {name: value.detach().requires_grad_() for name, value in scores.items()}
-    if "policy" not in leaves or leaves["policy"].ndim == 1:
-        return
     loss = algorithm.loss(leaves, batch)
-    (gradient,) = torch.autograd.grad(loss, [leaves["policy"]], allow_unused=True)
-    if gradient is not None:
-        weights = -gradient.sum(-1) / batch.mask.sum(-1).clamp(min=1) * batch.total("rows")
-        for row, weight in zip(rows, weights.tolist(), strict=True):
-            row.weight = weight
+    metrics = {"loss": float(loss.detach()), **algorithm.metrics(scores, batch)}
+    weights = torch.zeros(len(batch), dtype=torch.float64)
+    gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True) if loss.requires_grad else ()
+    for score, gradient in zip(algorithm.trained, gradients, strict=False):
+        if gradient is not None and is_policy_logp(score):
+            per_row = gradient.sum(-1) / batch.mask.sum(-1).clamp(min=1) if gradient.ndim == 2 else gradient
+            weights -= per_row * batch.total("rows")
+    for score in algorithm.frozen:
+        model = _model(score, reference)
+        twin = next((t for t in algorithm.trained if is_policy_logp(t) and _same_tokens(t, score)), None)
+        if model in ("old", "initial") and twin is not None:
+            # Samples come from the old policy: KL(old || policy); KL(policy || initial) as usual.
+            d = scores[twin.name] - batch[score.name]
+            metrics[f"kl/{model}"] = float(k3(-d if model == "old" else d)[batch.mask].mean())
+    return metrics, weights.tolist()
+
+
+def is_policy_logp(score: Score) -> bool:
+    """Whether it is the policy's own log-prob of sampled tokens, per token or summed."""
+    stream, *others = score.stream_pair
+    return score.quantity == "logp" and score.tokens == "sampled" and not others and stream.model == "policy"
+
+
+def _model(score: Score, reference: str) -> str | None:
+    """The one model behind a frozen log-prob."""
+    stream, *others = score.stream_pair
+    if others or score.quantity != "logp" or score.per != "row":
+        return None
+    return reference if stream.model == "reference" else stream.model
+
+
+def _same_tokens(trained: Score, frozen: Score) -> bool:
+    """Whether both are per-token numbers of the same tokens under the same context."""
+    same_context = trained.stream_pair[0].context == frozen.stream_pair[0].context
+    return same_context and trained.tokens == frozen.tokens and trained.level == frozen.level == "token"
 
 
 def rollout_metrics(groups: Sequence[Group], count: Mapping[str, float]) -> dict[str, float]:
-    """Of everything that was sampled in a step, rows that left included."""
+    """Of everything that was sampled in a step, rows that left included; rewards of rows to learn from."""
     rows = rows_of(groups)
-    logps = [logp for row in rows if row.logps is not None and not row.greedy for logp in row.logps]
-    rewards = [reward for group in groups for reward in group.rewards or [] if reward is not None]
     metrics = {
-        "completion/length": float(np.mean([len(row.tokens) for row in rows])),
+        "completion/length": float(np.mean([sampled_length(row) for row in rows])),
         "completion/truncated": float(np.mean([row.finish == "length" for row in rows])),
         **{name: float(value) for name, value in count.items()},
     }
-    if logps:
+    own = [row for row in rows if row.source == "policy" and not row.greedy]
+    if own and all(row.logps is not None for row in own):
         # Minus the mean log-prob of samples is an unbiased estimate of the sampling policy's token entropy.
-        metrics["entropy"] = -float(np.mean(logps))
+        metrics["entropy"] = -float(np.mean([logp for row in own for logp in row.logps or []]))
+    rewards = [
+        (g, reward)
+        for g, group in enumerate(groups)
+        for row, reward in zip(group.completions, group.rewards or [None] * len(group.completions), strict=True)
+        if row.learn and reward is not None
+    ]
     if rewards:
-        group = torch.tensor([g for g, one in enumerate(groups) for r in one.rewards or [] if r is not None])
-        same = all_equal(torch.tensor(rewards, dtype=torch.float64), group.unique(return_inverse=True)[1])
+        group = torch.tensor([g for g, _ in rewards]).unique(return_inverse=True)[1]
+        values = torch.tensor([reward for _, reward in rewards], dtype=torch.float64)
         metrics |= {
-            "reward/mean": float(np.mean(rewards)),
-            "reward/std": float(np.std(rewards)),
-            "groups/zero_variance": float(same.sum()),
+            "reward/mean": float(values.mean()),
+            "reward/std": float(values.std(correction=0)),
+            "groups/zero_variance": float(all_equal(values, group).sum()),
         }
     return metrics
+
+
+def sampled_length(row: Completion) -> int:
+    """Tokens that the sampler chose (an appended answer is none)."""
+    return len(row.tokens) if row.roles is None else len(row.role_positions("sampled"))
 
 
 class Clock:
@@ -118,6 +165,6 @@ class Clock:
 
     def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
         """`time/...` in seconds, and completion tokens per second of the whole step."""
-        tokens = sum(len(row.tokens) for row in rows_of(groups))
+        tokens = sum(sampled_length(row) for row in rows_of(groups))
         rate = tokens / (time.perf_counter() - self.start)
         return {**{f"time/{name}": s for name, s in self.seconds.items()}, "tokens_per_second": rate}

@@ -19,16 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from covary import checkpoint as checkpoints
-from covary.batch import Algorithm, Batch, RolloutEngine, Scores, TrainEngine, one_process
+from covary.batch import Algorithm, Batch, Reduce, RolloutEngine, Scores, TrainEngine, one_process
 from covary.collate import attach, attach_features, collate, rows_of, take_rows
 from covary.evaluate import Evaluator, grade
 from covary.log import RunLog, Screen, step_line, summary
-from covary.metrics import Clock, rollout_metrics, sampling_drift, set_weights, update_metrics
+from covary.metrics import Clock, is_policy_logp, rollout_metrics, sampling_kl, score_watched, update_metrics
 from covary.prompts import Template, prompt_group
 from covary.rewards import Reward
 from covary.rollout.pieces import append_answers
 from covary.seeding import derive_seed
-from covary.types import Example, Group, RunError, Sampling, Score, Stream
+from covary.types import Completion, Example, Group, RunError, Sampling, Score, Stream
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,8 @@ class Run:
         updates: optimizer batches per pass over a rollout.
         passes: passes over a rollout.
         reference: what the stream `reference` means, `old` or `initial`.
+        same_temperature: rollouts and scores use one temperature, so live scores watch the sampler.
+        reduce: sum over ranks.
         recipe: stored in every checkpoint; a resume compares it.
         warned: whether unscorable rows were spoken of.
     """
@@ -113,6 +115,8 @@ class Run:
     updates: int
     passes: int = 1
     reference: str = "old"
+    same_temperature: bool = True
+    reduce: Reduce = one_process
     max_regenerations: int = 4
     eval_every: int | None = None
     checkpoint_every: int | None = None
@@ -182,17 +186,18 @@ def train_step(run: Run, sampler: Sampler, progress: Progress, log: RunLog) -> d
 
     everything, groups = collect(run, sampler, progress, clock, count)
     with clock("score"):
-        metrics = sampling_drift(run.engine, groups, run.sampling.temperature)
-        deferred = _score_frozen(run, groups)
+        metrics = {} if run.same_temperature else score_watched(run.engine, groups, run.sampling.temperature)
+        current = _score_frozen(run, groups)
     batch = collate(groups, run.sampling.max_tokens)
     batch = _drop(run, groups, batch, _finite(batch.numbers, len(batch)), count)
     with clock("score"):
-        batch = batch.with_numbers(run.algorithm.prepare(batch, one_process)) if len(batch) else batch
+        batch = batch.with_numbers(_prepare(run, batch)) if len(batch) else batch
     keep = _finite(batch.numbers, len(batch)) & batch.learn
     batch = _drop(run, groups, batch, keep, count, counted=batch.learn)
     lr = run.schedule(progress.step)
     with clock("train"):
-        metrics |= update(run, groups, batch, deferred, lr, progress, count)
+        metrics |= update(run, groups, batch, current, lr, progress, count)
+    run.rollout.load_weights(None, progress.updates)
 
     log.rollouts(step, everything)
     for text in _shown(run, everything):
@@ -223,7 +228,8 @@ def collect(
         with clock("reward"):
             errors += _reward(run, groups)
         groups = _usable(run, groups, count)
-        if not groups:
+        if not groups or not _overrides(run.algorithm, "select"):
+            kept += groups
             break
         batch = collate(groups, run.sampling.max_tokens)
         selected, progress.algorithm = run.algorithm.select(batch, progress.algorithm)
@@ -236,7 +242,7 @@ def collect(
         missing = len(groups) - len(chosen)
         if missing == 0:
             break
-    _warn_unscorable(run, errors, count, nothing_left=not kept)
+    _warn_unscorable(run, errors, count, rows=len(rows_of(everything)))
     return everything, kept
 
 
@@ -255,7 +261,7 @@ def update(
     run: Run,
     groups: list[Group],
     batch: Batch,
-    deferred: dict[str, str],
+    current: dict[str, str],
     lr: float,
     progress: Progress,
     count: dict[str, float],
@@ -265,34 +271,55 @@ def update(
     first_of_group = _group_starts(batch)
     for number in range(run.passes):
         for part in np.array_split(np.arange(batch.num_groups), run.updates):
-            if len(part) == 0:
-                continue  # no rows: the step is skipped
             rows = [row for g in part for row in range(first_of_group[g], first_of_group[g + 1])]
-            optimizer_batch = batch.take(rows).with_totals(run.algorithm.normalisers)
-            optimizer_batch = replace(optimizer_batch, current=deferred)
             chosen = [groups[g] for g in part]
-            scores = run.engine.forward_backward(chosen, optimizer_batch, run.algorithm)
+            part_batch = batch.take(rows).with_totals(run.algorithm.normalisers, run.reduce)
+            part_batch = replace(part_batch, current=current)
+            if part_batch.total("rows") == 0:
+                continue  # nobody has rows: the step is skipped
+            scores = run.engine.forward_backward(chosen, part_batch, run.algorithm)
             grad_norm = run.engine.step(lr)
             progress.updates += 1
-            run.rollout.load_weights(None, progress.updates)
             count["updates/skipped"] += not math.isfinite(grad_norm)
-            deferred = {}  # the parameters moved: nothing is current any more
             finite = _finite(scores, len(rows))
             count["rows/invalid"] += int((~finite).sum())
             if not finite.any():
                 raise RunError(
                     f"step {progress.step + 1}: every log-prob of an update is non-finite; the model is broken"
                 )
+            if not sums and run.same_temperature:  # the first update: parameters are still the sampler's
+                for name, value in _live_sampling_kl(run, rows_of(chosen), scores).items():
+                    sums[name].append(value)
             index = finite.nonzero().squeeze(1)
             scores = {name: value[index] for name, value in scores.items()}
-            seen = _fill(optimizer_batch.take(index), scores)
+            seen = _fill(part_batch.take(index), scores)
+            metrics, weights = update_metrics(run.algorithm, run.reference, scores, seen)
             if number == 0:
-                rows = rows_of(chosen)
-                set_weights(run.algorithm, [rows[i] for i in index.tolist()], scores, seen)
-            for name, value in update_metrics(run.algorithm, run.reference, scores, seen).items():
+                for i, weight in zip(index.tolist(), weights, strict=True):
+                    rows_of(chosen)[i].weight = weight
+            for name, value in metrics.items():
                 sums[name].append(value)
             sums["grad_norm"].append(grad_norm)
+            current = {}  # the parameters moved
     return {name: float(np.mean(values)) for name, values in sums.items()}
+
+
+def _live_sampling_kl(run: Run, rows: Sequence[Completion], scores: Scores) -> dict[str, float]:
+    """`kl/sampling` from the first update's own scores, which cost nothing more."""
+    watched, values = [], []
+    for score in run.algorithm.trained:
+        if is_policy_logp(score) and score.level == "token":
+            of_context = [i for i, row in enumerate(rows) if row.context == score.stream_pair[0].context]
+            watched += [rows[i] for i in of_context]
+            values += [scores[score.name][i] for i in of_context]
+    return sampling_kl(watched, values)
+
+
+def _prepare(run: Run, batch: Batch) -> dict[str, Tensor]:
+    """`prepare` sees early scores only: with one update a step the others are not there yet, so never."""
+    late = {score.name for score in run.algorithm.frozen if not score.early}
+    early = replace(batch, numbers={name: value for name, value in batch.numbers.items() if name not in late})
+    return run.algorithm.prepare(early, run.reduce)
 
 
 # -- rows that leave -------------------------------------------------------------------------------------
@@ -335,12 +362,14 @@ def _finite(numbers: Any, rows: int) -> Tensor:
     return finite
 
 
-def _warn_unscorable(run: Run, errors: list[str], count: dict[str, float], nothing_left: bool) -> None:
-    if nothing_left and errors:
-        raise RunError(f"no completion of this step could be scored; the first reason: {errors[0]}")
-    if errors and not run.warned:
+def _warn_unscorable(run: Run, errors: list[str], count: dict[str, float], rows: int) -> None:
+    unscorable = int(count["rows/unscorable"])
+    reason = errors[0] if errors else "the reward gave None or NaN"
+    if errors and unscorable == rows:
+        raise RunError(f"no completion of this step could be scored; the first reason: {reason}")
+    if unscorable and not run.warned:
         run.warned = True
-        run.screen.say(f"warning: {len(errors)} completions could not be scored and left; the first: {errors[0]}")
+        run.screen.say(f"warning: {unscorable} of {rows} completions could not be scored and left; the first: {reason}")
 
 
 # -- scores and rewards ----------------------------------------------------------------------------------
@@ -350,13 +379,20 @@ def _reward(run: Run, groups: list[Group]) -> list[str]:
     """Rewards from the data, from the algorithm's own early scores, or from the grader, in this order."""
     if not groups or all(group.rewards is not None for group in groups):
         return []
-    own = run.algorithm.reward(collate(groups, run.sampling.max_tokens))
+    own = None
+    if _overrides(run.algorithm, "reward"):
+        own = run.algorithm.reward(collate(groups, run.sampling.max_tokens))
     if own is None:
         return grade(groups, run.reward) if run.reward is not None else []
     values = iter(own.tolist())
     for group in groups:
         group.rewards = [value if math.isfinite(value) else None for value in (next(values) for _ in group.completions)]
     return []
+
+
+def _overrides(algorithm: Algorithm, hook: str) -> bool:
+    """Whether the method has a hook of its own: batches are collated only for those that do."""
+    return getattr(type(algorithm), hook) is not getattr(Algorithm, hook)
 
 
 def _score_frozen(run: Run, groups: list[Group]) -> dict[str, str]:
@@ -421,8 +457,9 @@ def _restore(run: Run, log: RunLog, resume: checkpoints.Checkpoint) -> tuple[Pro
     """Model, optimizer, random states, position; metrics and rollouts behind the checkpoint are forgotten."""
     state = resume.state()
     weights = {f"model.{name}": value for name, value in resume.weights(run.model).items()}
-    run.engine.load_state_dict({**resume.training(), **weights})
-    checkpoints.restore_random(resume)
+    training = resume.training()
+    run.engine.load_state_dict({**training, **weights})
+    checkpoints.restore_random(training, state["random"])
     progress, row = Progress(**state["progress"]), state["row"]
     run.rollout.load_weights(None, progress.updates)
     log.rewind(state["metrics_position"], progress.step)

@@ -139,9 +139,11 @@ class Score:
         name: the key under which losses and batches know it.
         streams: one Stream, or a tuple of two for quantities that compare full distributions.
         quantity: a name in `covary.quantities.QUANTITIES`, with arguments: ("jsd", 0.5).
-        tokens: which tokens are scored.
+        tokens: which tokens are scored. A row without such tokens has 0 (an answer that was never appended:
+            `batch.answer_mask` tells).
         level: per token, or summed over the row (in float64).
-        per: "row", or "example": the reference answer itself under the context, once per example.
+        per: "row", or "example": the reference answer itself under the context, once per example; NaN where
+            there is no answer.
         early: needed by `reward`, `select` or `prepare`, so computed before them.
     """
 

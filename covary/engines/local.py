@@ -13,7 +13,7 @@ from covary.batch import Algorithm, Batch, Scores
 from covary.collate import take_rows
 from covary.engines.two_pass import two_pass_backward
 from covary.scoring.padded import FlatScores, score_groups, sequence_lengths
-from covary.types import Group, Score
+from covary.types import Completion, Group, Score
 
 
 class LocalEngine:
@@ -29,7 +29,7 @@ class LocalEngine:
         self,
         model: nn.Module,
         *,
-        initial: nn.Module | None = None,
+        frozen: Mapping[str, nn.Module] | None = None,
         reference: str = "old",
         micro_batch_tokens: int = 8192,
         autocast: torch.dtype | None = None,
@@ -43,7 +43,7 @@ class LocalEngine:
 
         Args:
             model: a transformers causal language model.
-            initial: a frozen copy of it, where a score reads `initial`.
+            frozen: other models by name, such as `initial`, where a score reads them.
             reference: what `reference` means: `old` or `initial`.
             micro_batch_tokens: padded tokens per forward pass; a longer row runs alone.
             autocast: dtype of matrix products, or None.
@@ -55,8 +55,8 @@ class LocalEngine:
         """
         self.model = model
         self.models: dict[str, nn.Module] = {"policy": model, "old": model}
-        if initial is not None:
-            self.models["initial"] = initial.eval().requires_grad_(False)
+        for name, module in (frozen or {}).items():
+            self.models[name] = module.eval().requires_grad_(False)
         if reference in self.models:
             self.models["reference"] = self.models[reference]
         self.micro_batch_tokens = micro_batch_tokens
@@ -76,7 +76,7 @@ class LocalEngine:
             lr=0.0,
             betas=betas,
         )
-        self._examples: dict[tuple[str, str], Tensor] = {}  # per="example" scores of frozen models
+        self._of_examples: dict[tuple[str, str], float] = {}  # per="example" scores of models that never change
 
     @property
     def device(self) -> torch.device:
@@ -93,13 +93,12 @@ class LocalEngine:
 
         On the CPU, in the row order of `collate`. `temperature` replaces the engine's own.
         """
-        per_row = [score for score in scores if score.per == "row"]
+        temperature = temperature or self.logprob_temperature
         results: dict[str, list[Tensor | float]] = {
-            score.name: self._example_scores(groups, score) for score in scores if score.per == "example"
+            score.name: self._example_scores(groups, score, temperature) for score in scores if score.per == "example"
         }
-        if per_row:
-            results |= self._row_scores(groups, per_row, temperature or self.logprob_temperature)
-        return results
+        per_row = [score for score in scores if score.per == "row"]
+        return results | (self._row_scores(groups, per_row, temperature) if per_row else {})
 
     def _row_scores(
         self, groups: list[Group], scores: Sequence[Score], temperature: float
@@ -119,19 +118,25 @@ class LocalEngine:
                     results[score.name][i] = value
         return results
 
-    def _example_scores(self, groups: list[Group], score: Score) -> list[Tensor | float]:
-        """The reference answer's own score, once per example; remembered where the models never change."""
-        values: list[Tensor | float] = []
-        for group in groups:
-            key = (score.name, group.example.id)
-            if key not in self._examples:
-                one = replace(group, completions=group.completions[:1], rewards=None)
-                flat = self._flat([one], [score], self.logprob_temperature)
-                self._examples[key] = flat[score.name].summed(1)[0].cpu()
-            values += [float(self._examples[key])] * len(group.completions)
-            if score.models & {"policy", "old"} or "reference" in score.models:
-                del self._examples[key]
-        return values
+    def _example_scores(self, groups: list[Group], score: Score, temperature: float) -> list[Tensor | float]:
+        """The score of each example's reference answer, for all its rows; NaN where it has none.
+
+        An answer is scored as if it were a completion, and remembered where the score's models never change.
+        """
+        cache = self._of_examples if self._never_changes(score) else {}
+        todo = {
+            group.example.id: replace(group, completions=[Completion(group.answer_tokens, "", "eos")], rewards=None)
+            for group in groups
+            if group.answer_tokens and (score.name, group.example.id) not in cache
+        }
+        if todo:
+            as_row = replace(score, per="row", tokens="sampled")
+            values = self._row_scores(list(todo.values()), [as_row], temperature)[score.name]
+            cache.update({(score.name, id): float(value) for id, value in zip(todo, values, strict=True)})
+        return [cache.get((score.name, group.example.id), float("nan")) for group in groups for _ in group.completions]
+
+    def _never_changes(self, score: Score) -> bool:
+        return all(self.models[name] is not self.model for name in score.models)
 
     def _flat(self, groups: list[Group], scores: Sequence[Score], temperature: float) -> dict[str, FlatScores]:
         with self._autocast():
@@ -180,19 +185,19 @@ class LocalEngine:
     # -- state -----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
-        """`model.<parameter>` and `optimizer.<parameter>.<exp_avg | exp_avg_sq | step>`."""
-        state: dict[str, Tensor] = {}
+        """`model.<name>` of the model's whole state, and `optimizer.<parameter>.<exp_avg | exp_avg_sq | step>`."""
+        state = {f"model.{name}": value for name, value in self.model.state_dict().items()}
         for name, parameter in self._parameters.items():
-            state[f"model.{name}"] = parameter.detach()
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 state[f"optimizer.{name}.{key}"] = value
         return state
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore weights and optimizer in place."""
+        """Restore weights, buffers and optimizer in place."""
+        prefix = "model."
+        self.model.load_state_dict({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
         for name, parameter in self._parameters.items():
-            parameter.copy_(state[f"model.{name}"])
             moments = {
                 key: state[f"optimizer.{name}.{key}"].clone()
                 for key in ("step", "exp_avg", "exp_avg_sq")

@@ -13,9 +13,9 @@ from covary.types import Completion, Group, Request, Sampling, UserError
 
 
 class DatasetRollout:
-    """Answers policy requests with each example's own completions (and their rewards, where it has them).
+    """Answers requests with each example's own completions (and their rewards, where it has them).
 
-    A request for k gets all of them, or k drawn without replacement where there are more.
+    Requests for k in all get all of them in order, or k drawn without replacement where there are more.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -29,26 +29,27 @@ class DatasetRollout:
         Raises:
             UserError: an example has no completions.
         """
-        return [
-            self._answer(sum(request.count for request in plan), group, sampling.max_tokens, seed)
-            for plan, group in zip(plans, groups, strict=True)
-        ]
+        return [self._answer(plan, group, sampling.max_tokens, seed) for plan, group in zip(plans, groups, strict=True)]
 
     def load_weights(self, state: Mapping[str, Any] | None, version: int) -> None:
         """Data do not depend on weights."""
 
-    def _answer(self, k: int, group: Group, max_tokens: int, seed: int) -> Group:
+    def _answer(self, plan: list[Request], group: Group, max_tokens: int, seed: int) -> Group:
         example = group.example
+        wanted = [request for request in plan for _ in range(request.count)]
         if not example.completions:
             raise UserError(
                 f"example {example.id!r} has no completions, which rollout.engine: dataset learns from; "
                 "name their column with task.completion"
             )
         chosen = list(range(len(example.completions)))
-        if len(chosen) > k:
+        if len(chosen) > len(wanted):
             rng = np.random.default_rng(derive_seed(seed, example.id))
-            chosen = sorted(rng.choice(len(chosen), size=k, replace=False).tolist())
-        completions = [self._encode(example.completions[i], max_tokens) for i in chosen]
+            chosen = sorted(rng.choice(len(chosen), size=len(wanted), replace=False).tolist())
+        completions = [
+            replace(self._encode(example.completions[i], max_tokens), context=request.context, learn=request.learn)
+            for i, request in zip(chosen, wanted, strict=False)
+        ]
         rewards = None if example.rewards is None else [example.rewards[i] for i in chosen]
         return replace(group, completions=completions, rewards=rewards)
 
@@ -57,5 +58,8 @@ class DatasetRollout:
             *self.tokenizer.encode(text, add_special_tokens=False),
             self.tokenizer.eos_token_id,
         ]
-        ended = len(tokens) <= max_tokens
-        return Completion(tokens[:max_tokens], text, "eos" if ended else "length", source="dataset")
+        if len(tokens) <= max_tokens:
+            return Completion(tokens, text, "eos", source="dataset")
+        # What is graded is what is learned from: the text is cut with its tokens.
+        text = self.tokenizer.decode(tokens[:max_tokens], clean_up_tokenization_spaces=False)
+        return Completion(tokens[:max_tokens], text, "length", source="dataset")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from covary.quantities import QUANTITIES
 from covary.scoring.chunked import Quantity, score_hidden
-from covary.types import Completion, Group, Score, Stream
+from covary.types import Group, Score
 
 
 @dataclass(frozen=True)
@@ -38,20 +38,11 @@ class FlatScores:
         )
 
 
-@dataclass(frozen=True)
-class _Row:
-    """What one stream reads: a prompt, then the completion's tokens or the reference answer's."""
-
-    prompt: list[int]
-    tokens: list[int]
-    completion: Completion
-
-
 def sequence_lengths(groups: Sequence[Group], scores: Sequence[Score]) -> list[int]:
-    """Tokens of each row with the longest context that a score reads: what a forward pass of it costs."""
-    contexts = {stream.context for score in scores for stream in score.stream_pair}
+    """Tokens of each row over every stream that a score reads: all their graphs live at once."""
+    streams = {stream for score in scores for stream in score.stream_pair}
     return [
-        max(len(group.contexts[context]) for context in contexts) + len(completion.tokens)
+        sum(len(group.contexts[stream.context]) + len(completion.tokens) for stream in streams)
         for group in groups
         for completion in group.completions
     ]
@@ -60,32 +51,34 @@ def sequence_lengths(groups: Sequence[Group], scores: Sequence[Score]) -> list[i
 def score_groups(
     models: Mapping[str, nn.Module], groups: Sequence[Group], scores: Sequence[Score], temperature: float
 ) -> dict[str, FlatScores]:
-    """Every score of every row of `groups`, in one forward pass per stream.
+    """Every per-row score of every row of `groups`, in one forward pass per module and context.
 
-    Scores that read the same streams share the pass and the vocabulary projection. Gradients flow where
-    they are enabled and the model's parameters ask for them.
+    Scores that read the same streams share the vocabulary projection too. Gradients flow where they are
+    enabled and the model's parameters ask for them.
     """
     results: dict[str, FlatScores] = {}
-    states: dict[tuple[Stream, str], Tensor] = {}
+    states: dict[tuple[int, str], Tensor] = {}  # by module: `old` is the policy itself before its first update
     alike: dict[tuple, list[Score]] = defaultdict(list)
     for score in scores:
-        alike[score.stream_pair, score.tokens, score.per].append(score)
-    for (streams, tokens, per), same in alike.items():
+        alike[score.stream_pair, score.tokens].append(score)
+    rows = [(group, completion) for group in groups for completion in group.completions]
+    for (streams, tokens), same in alike.items():
         for stream in streams:
-            if (stream, per) not in states:
-                states[stream, per] = _final_states(models[stream.model], _rows(groups, stream, per))
-        device = states[streams[0], per].device
+            key = (id(models[stream.model]), stream.context)
+            if key not in states:
+                sequences = [group.contexts[stream.context] + completion.tokens for group, completion in rows]
+                states[key] = _final_states(models[stream.model], sequences)
+        device = states[id(models[streams[0].model]), streams[0].context].device
         targets = [
-            (i, t, row.tokens[t])
-            for i, row in enumerate(_rows(groups, streams[0], per))
-            for t in (range(len(row.tokens)) if per == "example" else row.completion.role_positions(tokens))
+            (i, t, completion.tokens[t])
+            for i, (_, completion) in enumerate(rows)
+            for t in completion.role_positions(tokens)
         ]
         row, position, token = torch.tensor(targets, device=device, dtype=torch.long).reshape(-1, 3).unbind(1)
         hidden = []
         for stream in streams:
-            starts = [len(r.prompt) for r in _rows(groups, stream, per)]
-            before = torch.tensor(starts, device=device)[row] + position - 1
-            hidden.append(states[stream, per][row, before])
+            starts = torch.tensor([len(group.contexts[stream.context]) for group, _ in rows], device=device)
+            hidden.append(states[id(models[stream.model]), stream.context][row, starts[row] + position - 1])
         values = score_hidden(
             [models[stream.model] for stream in streams], hidden, token, [_quantity(s) for s in same], temperature
         )
@@ -100,22 +93,9 @@ def _quantity(score: Score) -> Quantity:
     return partial(quantity, *arguments) if arguments else quantity
 
 
-def _rows(groups: Sequence[Group], stream: Stream, per: str) -> list[_Row]:
-    return [
-        _Row(
-            group.contexts[stream.context],
-            (group.answer_tokens or []) if per == "example" else completion.tokens,
-            completion,
-        )
-        for group in groups
-        for completion in group.completions
-    ]
-
-
-def _final_states(model: nn.Module, rows: Sequence[_Row]) -> Tensor:
+def _final_states(model: nn.Module, sequences: Sequence[list[int]]) -> Tensor:
     """(B, W, D) final hidden states of right-padded sequences."""
     device = next(model.parameters()).device
-    sequences = [row.prompt + row.tokens for row in rows]
     width = max(len(sequence) for sequence in sequences)
     # Under causal attention no scored token sees a pad on its right, and positions count from 0.
     ids = torch.tensor([s + [0] * (width - len(s)) for s in sequences], device=device)

@@ -147,8 +147,8 @@ def test_gradient_does_not_depend_on_micro_batches(name):
         with torch.no_grad():  # away from the old policy, so that every term of the loss acts
             for i, parameter in enumerate(model.parameters()):
                 parameter += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i))
-        frozen = LocalEngine(old, initial=deepcopy(old))
-        engine = LocalEngine(model, initial=deepcopy(old), micro_batch_tokens=limit)
+        frozen = LocalEngine(old, frozen={"initial": deepcopy(old)})
+        engine = LocalEngine(model, frozen={"initial": deepcopy(old)}, micro_batch_tokens=limit)
         groups = make_groups()
         batch = prepared(engine if current else frozen, groups, algorithm, current)
         scores = engine.forward_backward(groups, batch, algorithm)
