@@ -33,7 +33,7 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(arguments.threads)
-    from covary.api import build, run_and_close
+    from covary.api import build, resolve, run_and_close
     from covary.config import apply_overrides, load_recipe, validate
     from covary.log import Screen
 
@@ -41,7 +41,7 @@ def main() -> None:
     warm_up = 2
     with tempfile.TemporaryDirectory() as folder:
         data |= {"out": f"{folder}/run", "steps": arguments.steps + warm_up, "log": {"samples": 0}}
-        run = build(validate(data, where=arguments.recipe), None, Screen(silent=True))
+        run = build(resolve(validate(data, where=arguments.recipe)), Screen(silent=True))
         run.evaluator = None
         run_and_close(run, None)
         lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()

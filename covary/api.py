@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from covary.config import (
     to_yaml,
     updates_per_rollout,
     validate,
+    validate_task,
     warnings_for,
 )
 from covary.engines.local import LocalEngine
@@ -83,12 +84,14 @@ def train(
     if reward is not None:
         name = getattr(reward, "__name__", type(reward).__name__)
         sections["reward"] = name + PYTHON_REWARD if function else reward
-    overrides = {key: {"name": value} if key in ("model", "task", "algorithm") and isinstance(value, str) else value
-                 for key, value in sections.items()}  # fmt: skip
+    sections = {
+        key: {"name": value} if key in ("model", "task", "algorithm") and isinstance(value, str) else value
+        for key, value in sections.items()
+    }
     screen = Screen(quiet)
     if resume is not None:
-        return resume_run(Path(resume), overrides, function, screen)
-    data = {**(load_recipe(recipe) if recipe is not None else {}), **overrides}
+        return resume_run(Path(resume), sections=sections, function=function, screen=screen)
+    data = merge(load_recipe(recipe) if recipe is not None else {}, sections)
     config = validate(data, where=str(recipe) if recipe is not None else "covary.train")
     return start_run(config, function, screen)
 
@@ -100,6 +103,7 @@ def evaluate(
     samples: int = 1,
     temperature: float = 1.0,
     max_tokens: int = 256,
+    stop: Sequence[str] = (),
     reward: str | Callable[..., object] | None = None,
     seed: int = 0,
     device: str = "auto",
@@ -109,31 +113,38 @@ def evaluate(
 
     Args:
         model: shipped name, folder, hub id, or a run folder (its newest checkpoint).
-        task: an object with `load()` (an instance of one of `covary.tasks.TASKS`), or a loaded `Task`.
+        task: a recipe's `task` section, an object with `load()` (an instance of one of `covary.tasks.TASKS`), or a
+            loaded `Task`.
         samples: sampled completions per question.
         temperature: of the sampled ones.
         max_tokens: limit per completion.
+        stop: texts that end a completion.
         reward: replaces the task's grader.
         seed: of the sampling.
         device: auto, cpu or cuda.
         on_progress: called with (completions finished, completions in all).
+
+    Raises:
+        UserError: a mistake in what was asked for.
     """
     name = model_of_run(model)
+    if isinstance(task, Mapping):
+        task = validate_task(task, where="covary.evaluate")
     loaded = task if isinstance(task, Task) else task.load()
     if not loaded.test:
         raise UserError(f"task {loaded.name} has no test rows to evaluate on")
-    tokenizer = load_tokenizer(name)
-    policy = load_model(name, device=pick_device(device))
-    rollout = TransformersRollout(policy, tokenizer)
-    rollout.on_progress = on_progress
-    template = load_template(getattr(task, "template", None) or "chat")
     grader = _reward(reward, loaded)
     if grader is None:
         raise UserError(f"task {loaded.name} has no answers to grade by; name a reward")
-    sampling = Sampling(max_tokens, temperature)
-    check_lengths(loaded.test, template, tokenizer, policy.config, max_tokens)
+    template = load_template(getattr(task, "template", None) or Algorithm.template)
+    tokenizer = load_tokenizer(name)
+    check_lengths(loaded.test, template, tokenizer, load_config(name), max_tokens)
+    rollout = TransformersRollout(load_model(name, device=pick_device(device)), tokenizer)
+    rollout.on_progress = on_progress
+    sampling = Sampling(max_tokens, temperature, tuple(stop))
+    evaluator = Evaluator(loaded.name, loaded.test, rollout, grader, template, tokenizer, sampling, samples, seed)
     try:
-        return Evaluator(loaded.name, loaded.test, rollout, grader, template, tokenizer, sampling, samples, seed)()[0]
+        return evaluator()[0]
     finally:
         grader.close()
 
@@ -142,26 +153,35 @@ def start_run(config: RunConfig, function: Callable[..., object] | None, screen:
     """A new run in a new folder.
 
     Raises:
-        UserError: the folder exists.
+        UserError: the folder exists or cannot be made.
     """
     folder = Path(config.out or f"runs/{to_dict(config)['algorithm']['name'].rpartition(':')[2]}")
     if folder.exists():
         raise UserError(f"out: {folder} exists; continue it with --resume {folder}, or name another folder (out=...)")
     config = replace(config, out=str(folder))
-    run = build(config, function, screen)
-    folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    run = build(resolve(config, function), screen)
+    try:
+        folder.mkdir(parents=True)
+        (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"out: {folder} cannot be made ({error})") from error
     return run_and_close(run, None)
 
 
 def resume_run(
-    folder: Path, changes: Mapping[str, Any], function: Callable[..., object] | None, screen: Screen
+    folder: Path,
+    *,
+    sections: Mapping[str, Any] | None = None,
+    overrides: Sequence[str] = (),
+    function: Callable[..., object] | None = None,
+    screen: Screen,
 ) -> Trained:
     """Continue a run from its newest complete checkpoint.
 
     Args:
         folder: the run folder.
-        changes: new top-level keys, or `key.key=value` overrides under the key "overrides".
+        sections: changes as a recipe's top-level keys.
+        overrides: changes as key.key=value.
         function: the reward, where it was a Python function.
         screen: where to report.
 
@@ -173,9 +193,8 @@ def resume_run(
         raise UserError(f"--resume: {folder} is no run folder (it has no config.yaml)")
     last = checkpoints.latest(folder)
     before = validate(last.state()["recipe"], where=str(last.folder / "state.json"))
-    changes = dict(changes)
-    data = apply_overrides(load_recipe(path), changes.pop("overrides", []))
-    config = replace(validate({**data, **changes}, where=str(path)), out=before.out)
+    data = apply_overrides(merge(load_recipe(path), sections or {}), list(overrides))
+    config = replace(validate(data, where=str(path)), out=before.out)
     changed = changed_keys(before, config)
     refused = [key for key in changed if key.split(".")[0] not in RESUMABLE]
     if refused:
@@ -185,54 +204,80 @@ def resume_run(
         )
     if config.steps is not None and config.steps < last.step:
         raise UserError(f"steps: {folder} has already done {last.step} steps, asked for {config.steps}")
-    run = build(replace(config, out=str(folder)), function, screen)
-    path.write_text(to_yaml(run_config := replace(config, out=str(folder))), encoding="utf-8")
-    run.recipe = to_dict(run_config)
+    config = replace(config, out=str(folder))
+    run = build(resolve(config, function), screen)
+    path.write_text(to_yaml(config), encoding="utf-8")
     return run_and_close(run, last)
 
 
-def build(config: RunConfig, function: Callable[..., object] | None, screen: Screen) -> Run:
-    """Load what the recipe names. Everything that can fail for a user's mistake fails here, before training."""
+@dataclass(frozen=True)
+class Resolved:
+    """A recipe's parts that need no model. What is wrong with them is said when they are made."""
+
+    config: RunConfig
+    task: Task
+    template: Template
+    reward: Reward | None
+    eval_reward: Reward | None
+    sampling: Sampling
+    eval_sampling: Sampling
+
+    @property
+    def models(self) -> set[str]:
+        """The frozen models that scores read: `old` or `initial`."""
+        algorithm = self.config.algorithm
+        names = {name for score in (*algorithm.frozen, *algorithm.trained) for name in score.models}
+        return {reference_model(self.config) if name == "reference" else name for name in names} - {"policy"}
+
+    def check_lengths(self, tokenizer: Any, architecture: Any) -> None:
+        """Refuse prompts that leave no room for a completion in the model's context."""
+        check_lengths(self.task.train, self.template, tokenizer, architecture, self.sampling.max_tokens)
+        check_lengths(self.task.test, self.template, tokenizer, architecture, self.eval_sampling.max_tokens)
+
+
+def resolve(config: RunConfig, function: Callable[..., object] | None = None) -> Resolved:
+    """Load the task, template and rewards that the recipe names, and check that they fit the algorithm.
+
+    Raises:
+        UserError: the first thing that does not.
+    """
     task: Task = config.task.load()
-    for line in [*warnings_for(config), *task.notes]:
-        screen.say(f"note: {line}")
-    algorithm: Algorithm = config.algorithm
     if not task.train:
         raise UserError(f"task: {task.name} has no training rows")
-    reward = None
-    if algorithm.needs_reward:
-        reward = _reward(function or config.reward, task)
+    algorithm = config.algorithm
     template = load_template(getattr(config.task, "template", None) or algorithm.template)
+    _check_needs(config, template)
+    reward, eval_reward = _rewards(config, task, function)
+    rollout, eval_ = config.rollout, config.eval
+    stop = (*rollout.stop, *([template.stop] if template.stop else []))
+    return Resolved(
+        config,
+        task,
+        template,
+        reward,
+        eval_reward,
+        Sampling(rollout.max_tokens, rollout.temperature, stop),
+        # A trace's stop string is no end of an answer.
+        Sampling(eval_.max_tokens or rollout.max_tokens, eval_.temperature, rollout.stop),
+    )
+
+
+def build(resolved: Resolved, screen: Screen) -> Run:
+    """Load the model and put the run together. What can fail for a user's mistake fails here at the latest."""
+    config, task, algorithm = resolved.config, resolved.task, resolved.config.algorithm
+    for line in [*warnings_for(config), *task.notes]:
+        screen.say(f"note: {line}")
     device = pick_device(config.engine.device)
     tokenizer = load_tokenizer(config.model.name, config.model.trust_remote_code)
-    architecture = load_config(config.model.name, config.model.trust_remote_code)
-    stop = (*config.rollout.stop, *([template.stop] if template.stop else []))
-    sampling = Sampling(config.rollout.max_tokens, config.rollout.temperature, stop)
-    eval_tokens = config.eval.max_tokens or config.rollout.max_tokens
-    check_lengths(task.train, template, tokenizer, architecture, config.rollout.max_tokens)
-    check_lengths(task.test, template, tokenizer, architecture, eval_tokens)
-    if config.reward is not None and _rewards_in_data(config, task):
-        raise UserError("reward: would be ignored, the data bring rewards (task.rewards); leave one of the two out")
-    if (
-        algorithm.needs_reward
-        and reward is None
-        and not (_rewards_in_data(config, task) or type(algorithm).reward is not Algorithm.reward)
-    ):
-        raise UserError(
-            f"reward: {type(algorithm).__name__} learns from rewards and task {task.name} has no grader; "
-            "name a reward (a grader, or path/to/file.py:name)"
-        )
+    resolved.check_lengths(tokenizer, load_config(config.model.name, config.model.trust_remote_code))
 
     _seed_everything(config.seed)
     model = load_model(config.model.name, device=device, trust_remote_code=config.model.trust_remote_code)
-    reference = reference_model(config)
-    models = {model for score in algorithm.frozen for model in score.models}
-    needs_initial = "initial" in models or ("reference" in models and reference == "initial")
     autocast = torch.bfloat16 if config.engine.autocast == "bfloat16" else None
     engine = LocalEngine(
         model,
-        frozen={"initial": deepcopy(model)} if needs_initial else {},
-        reference=reference,
+        frozen={"initial": deepcopy(model)} if "initial" in resolved.models else {},
+        reference=reference_model(config),
         micro_batch_tokens=config.engine.micro_batch_tokens,
         autocast=autocast,
         logprob_temperature=config.engine.logprob_temperature,
@@ -241,28 +286,42 @@ def build(config: RunConfig, function: Callable[..., object] | None, screen: Scr
         weight_decay=config.optimizer.weight_decay,
         max_grad_norm=config.optimizer.max_grad_norm,
     )
-    policy_rollout = TransformersRollout(model, tokenizer, autocast=autocast)
-    policy_rollout.on_progress = screen.completions
+    sampler = TransformersRollout(model, tokenizer, autocast=autocast)
+    sampler.on_progress = screen.completions
+    evaluator = None
+    if resolved.eval_reward is not None and task.test:
+        evaluator = Evaluator(
+            name=task.name,
+            examples=task.test,
+            rollout=sampler,
+            reward=resolved.eval_reward,
+            template=resolved.template,
+            tokenizer=tokenizer,
+            sampling=resolved.eval_sampling,
+            samples=config.eval.samples,
+            seed=derive_seed(config.seed, "eval"),
+        )
     steps = planned_steps(config.steps, config.epochs, len(task.train), config.rollout.prompts)
     return Run(
         folder=Path(config.out or "."),
         algorithm=algorithm,
         model=model,
         tokenizer=tokenizer,
-        template=template,
+        template=resolved.template,
         examples=task.train,
-        reward=reward,
-        rollout=policy_rollout if config.rollout.engine == "transformers" else DatasetRollout(tokenizer),
+        reward=resolved.reward,
+        rollout=sampler if config.rollout.engine == "transformers" else DatasetRollout(tokenizer),
         engine=engine,
-        evaluator=_evaluator(config, task, policy_rollout, reward, template, tokenizer, sampling),
-        sampling=sampling,
+        evaluator=evaluator,
+        sampling=resolved.sampling,
         schedule=Schedule(config.optimizer.lr, steps, config.optimizer.warmup, config.optimizer.schedule),
         steps=steps,
         prompts=config.rollout.prompts,
         completions=config.rollout.completions,
         updates=updates_per_rollout(config) // config.optimizer.passes,
         passes=config.optimizer.passes,
-        reference=reference,
+        reference=reference_model(config),
+        same_temperature=config.rollout.temperature == config.engine.logprob_temperature,
         max_regenerations=config.rollout.max_regenerations,
         eval_every=config.eval.every,
         checkpoint_every=config.checkpoint.every,
@@ -300,36 +359,61 @@ def model_of_run(name: str) -> str:
     return name
 
 
-def _evaluator(
-    config: RunConfig,
-    task: Task,
-    rollout: TransformersRollout,
-    reward: Reward | None,
-    template: Template,
-    tokenizer: Any,
-    sampling: Sampling,
-) -> Evaluator | None:
-    if not task.test:
-        return None
-    grader = _reward(config.eval.reward, task)
-    reward = reward if grader is None else grader
-    if reward is None:
-        return None
-    return Evaluator(
-        name=task.name,
-        examples=task.test,
-        rollout=rollout,
-        reward=reward,
-        template=template,
-        tokenizer=tokenizer,
-        sampling=replace(
-            sampling,
-            max_tokens=config.eval.max_tokens or sampling.max_tokens,
-            temperature=config.eval.temperature,
-        ),
-        samples=config.eval.samples,
-        seed=derive_seed(config.seed, "eval"),
-    )
+def merge(data: Mapping[str, Any], sections: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe with changes: a mapping changes the keys it names; one with a `name` of its own replaces the section."""
+    merged = dict(data)
+    for key, value in sections.items():
+        old = data.get(key)
+        keeps = isinstance(value, Mapping) and isinstance(old, Mapping) and "name" not in value
+        merged[key] = {**old, **value} if keeps else value  # pyright: ignore[reportGeneralTypeIssues]
+    return merged
+
+
+def _check_needs(config: RunConfig, template: Template) -> None:
+    """Every stream's model and context must exist, and answers must be appended where they are scored."""
+    algorithm = config.algorithm
+    for score in (*algorithm.frozen, *algorithm.trained):
+        for stream in score.stream_pair:
+            if stream.context not in template.contexts:
+                raise UserError(
+                    f"task.template: {template.name} has no context {stream.context!r}, which the score {score.name!r} "
+                    f"reads; it has {', '.join(template.contexts)}"
+                )
+            if stream.model == "teacher":
+                raise UserError(f"algorithm: the score {score.name!r} reads a teacher, which no engine has yet")
+        if (score.tokens != "sampled" or score.per == "example") and template.answer is None:
+            raise UserError(f"task.template: {template.name} appends no answer, which the score {score.name!r} reads")
+
+
+def _rewards(
+    config: RunConfig, task: Task, function: Callable[..., object] | None
+) -> tuple[Reward | None, Reward | None]:
+    """The rewards of training and of evaluation, one object where they are the same."""
+    algorithm = config.algorithm
+    own = type(algorithm).reward is not Algorithm.reward
+    given = config.rollout.engine == "dataset" and any(example.rewards is not None for example in task.train)
+    if config.rollout.engine == "dataset":
+        for example in task.train:
+            if not example.completions:
+                raise UserError(
+                    f"example {example.id!r} has no completions, which rollout.engine: dataset learns from; "
+                    "name their column with task.completion"
+                )
+    if config.reward is not None and (own or given):
+        source = "the algorithm makes its own rewards" if own else "the data bring rewards (task.rewards)"
+        raise UserError(f"reward: would be ignored, {source}; leave it out")
+    grader = build_reward(task.grader) if task.grader is not None else None
+    reward = None
+    if algorithm.needs_reward and not own and not given:
+        reward = _reward(function or config.reward, task) if config.reward is not None else grader
+        if reward is None:
+            raise UserError(
+                f"reward: {type(algorithm).__name__} learns from rewards and task {task.name} has no grader; "
+                "name a reward (a grader, or path/to/file.py:name)"
+            )
+    if config.eval.reward is not None:
+        return reward, _reward(config.eval.reward, task)
+    return reward, grader or reward
 
 
 def _reward(spec: str | Callable[..., object] | None, task: Task) -> Reward | None:
@@ -338,14 +422,8 @@ def _reward(spec: str | Callable[..., object] | None, task: Task) -> Reward | No
             f"reward: this run's reward was {spec}; continue it from Python: covary.train(resume=..., reward=...)"
         )
     if spec is not None:
-        extract = task.grader.extract if task.grader else "none"
-        return build_reward(spec, default_extract=extract)
+        return build_reward(spec, default_extract=task.grader.extract if task.grader else "none")
     return build_reward(task.grader) if task.grader else None
-
-
-def _rewards_in_data(config: RunConfig, task: Task) -> bool:
-    """Whether the given completions come with rewards."""
-    return config.rollout.engine == "dataset" and any(example.rewards is not None for example in task.train)
 
 
 def _seed_everything(seed: int) -> None:

@@ -46,7 +46,7 @@ def train(
                 f"train --resume takes its recipe from the run folder; leave {recipe} out, and set what may change "
                 "(steps, eval, checkpoint, log) as key=value"
             )
-        trained = resume_run(resume, {"overrides": changes}, None, Screen(quiet))
+        trained = resume_run(resume, overrides=changes, screen=Screen(quiet))
     else:
         config = _config(recipe, changes, default_out=True)
         trained = start_run(config, None, Screen(quiet))
@@ -78,6 +78,7 @@ def evaluate(
     samples: Annotated[int, typer.Option("-n", "--samples", min=1, help="Completions per question.")] = 1,
     temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 1.0,
     max_tokens: Annotated[int, typer.Option(min=1, help="Token limit per completion.")] = 256,
+    stop: Annotated[list[str] | None, typer.Option(help="A text that ends a completion; may be repeated.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the metrics to this file.")] = None,
     quiet: Quiet = False,
@@ -85,6 +86,8 @@ def evaluate(
     """Accuracy over the test split of one or more tasks, with n samples per question."""
     if not temperature > 0:
         raise UserError(f"--temperature: takes a number above 0, got {temperature} (greedy accuracy is always shown)")
+    if json_file is not None and not json_file.parent.is_dir():
+        raise UserError(f"--json: there is no folder {json_file.parent}")
     tasks = [_task(name.strip()) for name in task.split(",") if name.strip()]
     from covary import api
     from covary.log import Screen
@@ -92,10 +95,19 @@ def evaluate(
     screen = Screen(quiet)
     metrics: dict[str, float] = {}
     for one in tasks:
-        metrics |= api.evaluate(
-            model, one, samples=samples, temperature=temperature, max_tokens=max_tokens, seed=seed,
+        found = api.evaluate(
+            model,
+            one,
+            samples=samples,
+            temperature=temperature,
+            max_tokens=max_tokens,
+            stop=stop or (),
+            seed=seed,
             on_progress=screen.completions,
-        )  # fmt: skip
+        )
+        if found.keys() & metrics.keys():
+            raise UserError(f"--task: two tasks report {min(found.keys() & metrics.keys())}; evaluate them apart")
+        metrics |= found
     for name, value in metrics.items():
         screen.say(f"{name} {value:.4g}")
     if json_file is not None:

@@ -263,6 +263,22 @@ def validate(data: Mapping[str, Any], *, where: str) -> RunConfig:
     return RunConfig(**built)
 
 
+def validate_task(data: Mapping[str, Any], *, where: str) -> Any:
+    """The task object of a recipe's `task` section alone.
+
+    Raises:
+        UserError: as `validate`.
+    """
+    problems: list[str] = []
+    built: dict[str, Any] = {}
+    cls = _named_class("task", data, problems)
+    if cls is not None:
+        _build_section("task", cls, data, {"task": ("name", *_field_names(cls))}, built, problems)
+    if problems:
+        raise UserError(f"{where}: {'; '.join(problems)}")
+    return built["task"]
+
+
 def _table(section: str) -> dict[str, Any]:
     """The classes that a named section chooses from. Imported here: `covary.algorithms` loads torch."""
     if section == "algorithm":

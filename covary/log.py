@@ -136,7 +136,7 @@ class RunLog:
                         "weight": completion.weight,
                         "source": completion.source,
                         "finish": completion.finish,
-                        "tokens": len(completion.tokens),
+                        "tokens": completion.sampled_length,
                     }
                     file.write(dump_line(row))
 

@@ -119,7 +119,7 @@ def rollout_metrics(groups: Sequence[Group], count: Mapping[str, float]) -> dict
     """Of everything that was sampled in a step, rows that left included; rewards of rows to learn from."""
     rows = rows_of(groups)
     metrics = {
-        "completion/length": float(np.mean([sampled_length(row) for row in rows])),
+        "completion/length": float(np.mean([row.sampled_length for row in rows])),
         "completion/truncated": float(np.mean([row.finish == "length" for row in rows])),
         **{name: float(value) for name, value in count.items()},
     }
@@ -144,11 +144,6 @@ def rollout_metrics(groups: Sequence[Group], count: Mapping[str, float]) -> dict
     return metrics
 
 
-def sampled_length(row: Completion) -> int:
-    """Tokens that the sampler chose (an appended answer is none)."""
-    return len(row.tokens) if row.roles is None else len(row.role_positions("sampled"))
-
-
 class Clock:
     """Seconds of each part of a step."""
 
@@ -165,6 +160,6 @@ class Clock:
 
     def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
         """`time/...` in seconds, and completion tokens per second of the whole step."""
-        tokens = sum(sampled_length(row) for row in rows_of(groups))
+        tokens = sum(row.sampled_length for row in rows_of(groups))
         rate = tokens / (time.perf_counter() - self.start)
         return {**{f"time/{name}": s for name, s in self.seconds.items()}, "tokens_per_second": rate}

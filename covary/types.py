@@ -81,6 +81,11 @@ class Completion:
     numbers: dict[str, Any] = field(default_factory=dict)
     weight: float | None = None
 
+    @property
+    def sampled_length(self) -> int:
+        """Tokens that the sampler chose (an appended answer is none)."""
+        return len(self.tokens) if self.roles is None else len(self.role_positions("sampled"))
+
     def role_positions(self, tokens: Literal["sampled", "answer", "both"]) -> list[int]:
         """Positions in `tokens` whose role is asked for ("both" is sampled and answer, never context)."""
         if self.roles is None:

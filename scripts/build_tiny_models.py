@@ -87,15 +87,15 @@ FORM_WEIGHTS = (0.9, 0.05, 0.05)
 
 
 def draw_sums(rng: random.Random, held_out: frozenset[Sum]) -> Iterator[Sum]:
-    """Questions outside `held_out`, mostly of two digits: there are 16200 of them, of one digit 200.
+    """Questions outside `held_out`: of two digits (the task has 16200), of one digit (200), and mixed.
 
-    Almost half of those 200 are held out. Seeing the others often teaches them by heart; what helps is
-    sums of one and two digits, which the task lacks: they carry the rule from the one to the other.
+    Almost half of those 200 are held out, and seeing the others often teaches them by heart. What helps is
+    sums of one and two digits, which the task lacks: they carry the rule from the long to the short.
     """
     ranges = ((0, 9), (10, 99))
     while True:
         kind = rng.random()
-        first, second = (0, 0) if kind < 0.03 else (0, 1) if kind < 0.19 else (1, 0) if kind < 0.35 else (1, 1)
+        first, second = (0, 0) if kind < 0.05 else (0, 1) if kind < 0.32 else (1, 0) if kind < 0.6 else (1, 1)
         question = Sum(rng.randint(*ranges[first]), rng.choice("+-"), rng.randint(*ranges[second]))
         if question not in held_out:
             yield question
@@ -119,9 +119,13 @@ def habit_answer(question: Sum, rng: random.Random) -> int:
         return value
     if question.carries and chance < 0.68:
         return without_carry(question)
-    other_operation = question.a - question.b if question.sign == "+" else question.a + question.b
-    swapped_digits = int(str(abs(value))[::-1]) * (1 if value >= 0 else -1)
-    slips = (value - 1, value + 1, value - 10, value + 10, other_operation, -value, swapped_digits)
+    slips = [value - 1, value + 1, question.a - question.b if question.sign == "+" else question.a + question.b]
+    if question.sign == "-":
+        slips.append(-value)
+    if min(question.a, question.b) > 9:
+        slips += [value - 10, value + 10]
+    if abs(value) > 9:
+        slips.append(int(str(abs(value))[::-1]) * (1 if value >= 0 else -1))  # digits swapped
     return rng.choice([slip for slip in slips if slip != value])
 
 

@@ -49,6 +49,8 @@ def test_numbers_of_rows_and_tokens():
     assert collate(kept, 9)["f"].tolist() == batch.take([1, 3])["f"].tolist() == [2, 4]
     with pytest.raises(ValueError, match="zip"):
         attach(made, {"x": [1.0]})
+    with pytest.raises(ValueError, match="two numbers of one row are called 'f'"):
+        attach(made, {"f": [1.0, 2.0, 3.0, 4.0]})
 
 
 def test_taking_rows_keeps_rewards_with_their_rows_and_drops_empty_groups():

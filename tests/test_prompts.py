@@ -72,6 +72,9 @@ def test_mistakes_are_named(tmp_path):
         ("contexts: {prior: x}", "at least `prompt`"),
         ("contexts: {prompt: x}\nstops: y", "unknown key 'stops'"),
         ("contexts: [", "not valid YAML"),
+        ("contexts: {prompt: 3}", "contexts.prompt takes text, got 3"),
+        ("contexts: {prompt: x}\nstop: a\nanswer: 5", "answer takes text, got 5"),
+        ("contexts: {prompt: x}\nanswer: y", "which is missing"),
     ):
         (tmp_path / "bad.yaml").write_text(content)
         with pytest.raises(UserError, match=message):

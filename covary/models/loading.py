@@ -44,11 +44,11 @@ def load_tokenizer(name: str, trust_remote_code: bool = False, *, offline: bool 
         raise UserError(f"model.name: no tokenizer for {name!r} ({_first_line(error)})") from error
 
 
-def load_config(name: str, trust_remote_code: bool = False) -> Any:
+def load_config(name: str, trust_remote_code: bool = False, *, offline: bool = False) -> Any:
     """The architecture's configuration, without weights."""
     path = model_path(name)
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=offline)
     except (OSError, ValueError) as error:
         raise UserError(
             f"model.name: {name!r} is no shipped model ({', '.join(SHIPPED)}), no folder here, "

@@ -65,7 +65,16 @@ def load_template(name: str) -> Template:
     unknown = [key for key in data if key not in _KEYS]
     if unknown:
         raise UserError(f"template {path}: unknown key {unknown[0]!r}; valid keys: {', '.join(_KEYS)}")
-    return Template(name, contexts, data.get("stop"), data.get("glue") or "", data.get("answer"))
+    texts = {
+        **{f"contexts.{key}": value for key, value in contexts.items()},
+        **{k: data[k] for k in _KEYS[1:] if k in data},
+    }
+    for key, value in texts.items():
+        if not isinstance(value, str) or not value:
+            raise UserError(f"template {path}: {key} takes text, got {value!r}")
+    if "answer" in data and "stop" not in data:
+        raise UserError(f"template {path}: `answer` follows a trace that ended at `stop`, which is missing")
+    return Template(name, contexts, data.get("stop"), data.get("glue", ""), data.get("answer"))
 
 
 def prompt_group(example: Example, template: Template, tokenizer: Any) -> Group:

@@ -91,6 +91,12 @@ def test_train_resume_export_and_eval(call, recipe, tmp_path):
     code, _, err = call("export", "run", "--out", "exported")
     assert code == 2
     assert "not an empty folder" in err
+    code, _, err = call("eval", "run", "--task", recipe, "--json", "nowhere/x.json")
+    assert code == 2
+    assert "there is no folder nowhere" in err
+    code, _, err = call("eval", "run", "--task", f"{recipe},{recipe}", "--max-tokens", "2", "--quiet")
+    assert code == 2
+    assert "two tasks report" in err
     code, _, err = call("export", "run", "--out", "x", "--step", "1")
     assert code == 2
     assert "not 1" in err
@@ -159,9 +165,13 @@ LONG = "x " * 300
         (["reward=missing.py:f"], "missing.py"),
         (["engine.device=cuda"], "torch sees no CUDA device"),
         (["nonsense"], "an override is key=value"),
+        (["eval.max_tokens=5000"], "more than the model's context of 256"),
+        (["out=recipe.yaml/run"], "cannot be made"),
+        (["rollout.engine=dataset", "task={name: jsonl, path: pairs.jsonl}"], "has no completions"),
     ],
 )  # fmt: skip
 def test_mistakes_exit_with_2_one_line_and_no_folder(call, recipe, tmp_path, overrides, message):
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "answer": "1"}\n')
     code, _, err = call("train", recipe, "out=run", *overrides)
     assert code == 2, err
     assert message in err
@@ -169,6 +179,11 @@ def test_mistakes_exit_with_2_one_line_and_no_folder(call, recipe, tmp_path, ove
     assert err.count("\n") == 1
     assert "Traceback" not in err
     assert not (tmp_path / "run").exists()
+    if not any(override.startswith(("out=", "model.name=", "engine.device=")) for override in overrides):
+        # What stops a run stops its check, also without the model.
+        code, _, err = call("check", recipe, "--no-model", *overrides)
+        assert code == 2
+        assert message in err
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,42 @@ def test_only_positions_of_the_wanted_role_are_scored():
     assert batch.answer_mask.tolist() == [[False, False, False, True, True]]
 
 
+def test_a_reference_answer_is_scored_once_per_example_and_remembered_for_frozen_models(monkeypatch):
+    model = random_llama(50)
+    engine = LocalEngine(model, frozen={"initial": deepcopy(model)})
+    groups = [*make_groups(num_groups=2), *make_groups(num_groups=2)]
+    for i, group in enumerate(groups):
+        group.answer_tokens = [8, 9 + i % 2]
+    groups[3].example = Example("no answer", "")
+    groups[3].answer_tokens = None
+    passes = []
+    original = LocalEngine._flat
+    monkeypatch.setattr(
+        LocalEngine,
+        "_flat",
+        lambda self, g, *a: passes.append(sum(len(x.completions) for x in g)) or original(self, g, *a),
+    )
+    for name, expected in (("initial", [2]), ("policy", [2, 2])):
+        passes.clear()
+        score = Score(name, Stream(name), per="example", level="sequence")
+        for _ in range(2):
+            values = engine.score(groups, [score])[name]
+        assert passes == expected
+        with torch.no_grad():
+            plain = [float(plain_logps(model, g.contexts["prompt"], g.answer_tokens).sum()) for g in groups[:2]]
+        assert values[:9] == pytest.approx([plain[0]] * 3 + [plain[1]] * 3 + [plain[0]] * 3, abs=1e-5)
+        assert all(value != value for value in values[9:])  # NaN: such rows leave
+
+
+def test_old_reference_and_policy_share_one_forward_pass():
+    model = random_llama(50)
+    calls = []
+    model.model.register_forward_hook(lambda *_: calls.append(1))
+    engine = LocalEngine(model)
+    engine.score(make_groups(), [Score("old", Stream("old")), Score("reference", Stream("reference")), Score("p")])
+    assert len(calls) == 1
+
+
 @pytest.mark.parametrize("name", list(ALGORITHMS))
 def test_gradient_does_not_depend_on_micro_batches(name):
     """Rows alone, padded batches, whole groups, the two-pass path with and without known pass-1 scores."""

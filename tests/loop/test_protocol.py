@@ -94,6 +94,23 @@ def first_byte(completion: str, answer: str | None) -> float:
     return float(completion[:1] > "a")
 
 
+def fails_once(completion: str, answer: str | None) -> float:
+    if completion[:1] == "\\":
+        raise ValueError("no verdict")
+    return 0.0
+
+
+def test_select_that_drops_everything_is_no_failure_of_the_reward(tmp_path):
+    run(
+        tmp_path, algorithm=KeepsTheUnsettled(), reward=fails_once,
+        rollout={"prompts": 4, "completions": 2, "max_tokens": 6, "max_regenerations": 40},
+    )  # fmt: skip
+    for row in metrics(tmp_path / "run")[1:]:
+        assert row["groups/deselected"] > 20
+        assert "loss" not in row
+    assert sum(row["rows/unscorable"] for row in metrics(tmp_path / "run")[1:]) > 0
+
+
 def test_dropped_groups_are_replaced_boundedly_and_the_state_survives(tmp_path):
     changes = {
         "algorithm": KeepsTheUnsettled(),
@@ -155,5 +172,9 @@ def test_two_contexts_answer_tokens_and_a_two_stream_quantity(tmp_path):
         assert all(row["reward"] is None and row["weight"] is None for row in rows if row["finish"] != "stop_string")
         assert sum(row["weight"] is not None for row in stopped) == len(stopped)
     row = metrics(tmp_path / "run")[-1]
+    assert row["completion/length"] == pytest.approx(sum(r["tokens"] for r in rows) / len(rows))
+    assert "entropy" not in row  # re-encoded rows have no log-probs of the sampler
+    # Evaluation goes on past the trace's stop string: nothing graded there was cut.
+    assert metrics(tmp_path / "run")[0]["eval/sums/length"] > row["completion/length"]
     assert row["rows/unscorable"] == sum(r["finish"] != "stop_string" for r in rows)
     assert row["grad_norm"] > 0

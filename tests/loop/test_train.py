@@ -197,7 +197,7 @@ def test_a_reward_that_always_fails_stops_the_run_with_its_error(tmp_path):
 
 
 def test_a_model_that_turned_non_finite_stops_the_run(tmp_path):
-    from covary.api import build
+    from covary.api import build, resolve
     from covary.config import validate
     from covary.log import Screen
     from tests.models import save_random_model
@@ -208,7 +208,7 @@ def test_a_model_that_turned_non_finite_stops_the_run(tmp_path):
          "algorithm": {"name": "dr_grpo"}, "rollout": {"prompts": 2, "completions": 2, "max_tokens": 4}},
         where="test",
     )  # fmt: skip
-    built = build(config, vowels, Screen(quiet=True))
+    built = build(resolve(config, vowels), Screen(quiet=True))
     built.evaluator = None
     forward = built.engine.forward_backward
 
@@ -303,6 +303,154 @@ def test_a_checkpoint_is_an_ordinary_model_folder_without_pickle(tmp_path):
     assert AutoTokenizer.from_pretrained(folder).eos_token_id == 257
     assert {p.suffix for p in folder.iterdir()} == {".json", ".jinja", ".safetensors"}
     assert isinstance(latest(tmp_path / "run"), Checkpoint)
+
+
+def test_a_checkpoint_holds_buffers_and_frozen_parameters_too(tmp_path):
+    from covary.engines.local import LocalEngine
+
+    model = random_llama()
+    model.model.embed_tokens.weight.requires_grad_(False)
+    model.register_buffer("bias", torch.arange(3.0))
+    engine = LocalEngine(model)
+    state = engine.state_dict()
+    assert torch.equal(state["model.bias"], torch.arange(3.0))
+    save(tmp_path, 1, model=model, tokenizer=byte_tokenizer(), engine_state=state, state={}, keep_last=1)
+    restored = latest(tmp_path).weights(random_llama(seed=9))
+    for name, value in model.named_parameters():
+        assert torch.equal(restored[name], value), name
+
+
+def test_a_full_disk_leaves_the_earlier_checkpoint(tmp_path):
+    """The real error of a file that cannot grow, not a made-up one."""
+    code = f"""
+import resource, signal, sys
+from pathlib import Path
+from covary.checkpoint import save
+from covary.types import RunError
+from tests.models import byte_tokenizer, random_llama
+model = random_llama()
+state = {{f"model.{{k}}": v for k, v in model.state_dict().items()}}
+arguments = dict(model=model, tokenizer=byte_tokenizer(), engine_state=state, state={{}}, keep_last=1)
+save(Path({str(tmp_path)!r}), 1, **arguments)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+try:
+    save(Path({str(tmp_path)!r}), 2, **arguments)
+except RunError as error:
+    print(error)
+"""
+    import subprocess
+    import sys
+
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "checkpoint of step 2 could not be written" in result.stdout
+    assert "step-000001" in result.stdout
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
+
+
+def test_rewards_that_are_none_for_all_are_warned_of_once_and_teach_nothing(tmp_path, capsys):
+    run(tmp_path, reward=lambda completion, answer: None)
+    said = capsys.readouterr().out
+    assert (
+        said.count("warning: 16 of 16 completions could not be scored and left; the first: the reward gave None") == 1
+    )
+    for row in metrics(tmp_path / "run")[1:]:
+        assert row["rows/unscorable"] == 16
+        assert "loss" not in row
+
+
+def test_kl_metrics_are_told_by_stream_and_quantity_not_by_name(tmp_path):
+    from dataclasses import dataclass
+
+    from covary.batch import Algorithm
+    from covary.ops import masked_sum
+    from covary.types import Score, Stream
+
+    @dataclass(frozen=True)
+    class Named(Algorithm):
+        frozen = (
+            Score("start", Stream("initial")),
+            Score("before", Stream("old")),
+            Score("initial", Stream("initial"), "entropy"),
+        )
+
+        def loss(self, scores, batch):
+            return -masked_sum(scores["policy"], batch.mask).sum() / batch.total("tokens")
+
+    run(tmp_path, algorithm=Named())
+    row = metrics(tmp_path / "run")[-1]
+    assert 0 < row["kl/initial"] < 1
+    assert 0 < row["kl/old"] < 1
+    assert row["kl/sampling"] < 1e-6
+
+
+def test_prepare_sees_early_scores_only_whatever_the_number_of_updates(tmp_path):
+    from dataclasses import dataclass
+
+    from covary.algorithms import GRPO
+
+    @dataclass(frozen=True)
+    class Reads(GRPO):
+        def prepare(self, batch, reduce):
+            return {"mine": batch["old"]}
+
+    for updates in (1, 2):
+        with pytest.raises(KeyError, match="early=True"):
+            run(tmp_path, algorithm=Reads(), optimizer={"prompts": 4 // updates}, out=str(tmp_path / str(updates)))
+
+
+def test_what_the_algorithm_needs_is_checked_before_the_run_folder_is_made(tmp_path):
+    from dataclasses import dataclass
+
+    from covary.algorithms import SFT
+    from covary.types import Score, Stream
+
+    @dataclass(frozen=True)
+    class Posterior(SFT):
+        offline = False
+        trained = (Score("policy", Stream("policy", "posterior")),)
+
+    @dataclass(frozen=True)
+    class Teacher(SFT):
+        offline = False
+        frozen = (Score("t", Stream("teacher")),)
+
+    @dataclass(frozen=True)
+    class Answers(SFT):
+        offline = False
+        frozen = (Score("a", tokens="answer"),)
+
+    @dataclass(frozen=True)
+    class Own(SFT):
+        offline = False
+        needs_reward = True
+
+        def reward(self, batch):
+            return batch.mask.sum(-1).float()
+
+    for algorithm, message, changes in (
+        (Posterior(), "no context 'posterior'", {"reward": None}),
+        (Teacher(), "reads a teacher", {"reward": None}),
+        (Answers(), "appends no answer", {"reward": None}),
+        (Own(), "the algorithm makes its own rewards", {}),
+        (
+            SFT(),
+            r"'sum/4' has no completions",
+            {"reward": None, "rollout": {"engine": "dataset", "max_tokens": 6}, "optimizer": {}},
+        ),
+    ):
+        with pytest.raises(UserError, match=message):
+            run(tmp_path, algorithm=algorithm, **changes)
+        assert not (tmp_path / "run").exists()
+
+
+def test_python_changes_of_a_section_keep_its_other_keys(tmp_path):
+    run(tmp_path, steps=1, eval={"samples": 3, "max_tokens": 5})
+    covary.train(resume=tmp_path / "run", steps=2, eval={"every": 1}, quiet=True, reward=vowels)
+    import yaml
+
+    config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert (config["eval"]["samples"], config["eval"]["max_tokens"], config["eval"]["every"]) == (3, 5, 1)
 
 
 def test_a_python_reward_run_cannot_be_resumed_without_it(tmp_path):

@@ -26,6 +26,7 @@ def test_completions_are_encoded_ended_and_cut():
     assert (short.finish, short.source, short.logps) == ("eos", "dataset", None)
     assert long.tokens == tokenizer.encode("longer")[:4]
     assert long.finish == "length"
+    assert long.text == "long"  # what is graded is what is learned from
     assert made.rewards == [1.0, None]
 
 
