@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import random
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -34,6 +36,7 @@ from covary.evaluate import Evaluator
 from covary.log import Screen
 from covary.models.loading import context_length, load_config, load_model, load_tokenizer, pick_device
 from covary.prompts import Template, load_template, prompt_group
+from covary.quantities import QUANTITIES
 from covary.rewards import Reward, build_reward
 from covary.rollout.dataset import DatasetRollout
 from covary.rollout.transformers import TransformersRollout
@@ -43,7 +46,6 @@ from covary.train import Run, Schedule, planned_steps
 from covary.train import train as run_loop
 from covary.types import Example, Sampling, UserError
 
-CHECKED_PROMPTS = 20_000  # prompts whose length is checked before the start; later ones when they are drawn
 PYTHON_REWARD = " (a Python function)"
 
 
@@ -84,10 +86,15 @@ def train(
     if reward is not None:
         name = getattr(reward, "__name__", type(reward).__name__)
         sections["reward"] = name + PYTHON_REWARD if function else reward
-    sections = {
-        key: {"name": value} if key in ("model", "task", "algorithm") and isinstance(value, str) else value
-        for key, value in sections.items()
-    }
+    sections = {key: str(value) if isinstance(value, os.PathLike) else value for key, value in sections.items()}
+    if isinstance(sections.get("task"), Task):
+        raise UserError(
+            "task: covary.train takes a task that it can load again on a resume: a mapping, or a dataclass with load(); "
+            "put the loaded rows behind such a load()"
+        )
+    for key in ("model", "task", "algorithm"):
+        if isinstance(sections.get(key), str):
+            sections[key] = {"name": sections[key]}
     screen = Screen(quiet)
     if resume is not None:
         return resume_run(Path(resume), sections=sections, function=function, screen=screen)
@@ -130,7 +137,7 @@ def evaluate(
     name = model_of_run(model)
     if isinstance(task, Mapping):
         task = validate_task(task, where="covary.evaluate")
-    loaded = task if isinstance(task, Task) else task.load()
+    loaded = task if isinstance(task, Task) else _load_task(task)
     if not loaded.test:
         raise UserError(f"task {loaded.name} has no test rows to evaluate on")
     grader = _reward(reward, loaded)
@@ -144,7 +151,10 @@ def evaluate(
     sampling = Sampling(max_tokens, temperature, tuple(stop))
     evaluator = Evaluator(loaded.name, loaded.test, rollout, grader, template, tokenizer, sampling, samples, seed)
     try:
-        return evaluator()[0]
+        metrics, errors = evaluator()
+        if errors and metrics[f"eval/{loaded.name}/unscorable"] == len(loaded.test) * (samples + 1):
+            raise UserError(f"no completion of {loaded.name} could be scored; the first reason: {errors[0]}")
+        return metrics
     finally:
         grader.close()
 
@@ -159,13 +169,29 @@ def start_run(config: RunConfig, function: Callable[..., object] | None, screen:
     if folder.exists():
         raise UserError(f"out: {folder} exists; continue it with --resume {folder}, or name another folder (out=...)")
     config = replace(config, out=str(folder))
+    recipe = to_yaml(config)
+    check_writable("out", folder)
     run = build(resolve(config, function), screen)
     try:
         folder.mkdir(parents=True)
-        (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+        (folder / "config.yaml").write_text(recipe, encoding="utf-8")
     except OSError as error:
         raise UserError(f"out: {folder} cannot be made ({error})") from error
     return run_and_close(run, None)
+
+
+def check_writable(what: str, path: Path) -> None:
+    """Refuse a path that cannot be made, before hours of work want to be written there.
+
+    Raises:
+        UserError: naming the folder in the way.
+    """
+    try:
+        parent = next(folder for folder in path.absolute().parents if folder.exists())
+        if not parent.is_dir() or not os.access(parent, os.W_OK):
+            raise UserError(f"{what}: {path} cannot be made: {parent} is not a folder that can be written to")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{what}: {path} cannot be made ({error})") from error
 
 
 def resume_run(
@@ -191,23 +217,39 @@ def resume_run(
     path = folder / "config.yaml"
     if not path.is_file():
         raise UserError(f"--resume: {folder} is no run folder (it has no config.yaml)")
+    for broken in checkpoints.broken(folder):
+        screen.say(f"note: {broken} is damaged or half written, and left aside")
     last = checkpoints.latest(folder)
-    before = validate(last.state()["recipe"], where=str(last.folder / "state.json"))
-    data = apply_overrides(merge(load_recipe(path), sections or {}), list(overrides))
-    config = replace(validate(data, where=str(path)), out=before.out)
-    changed = changed_keys(before, config)
-    refused = [key for key in changed if key.split(".")[0] not in RESUMABLE]
+    written = load_recipe(path)
+    data = apply_overrides(merge(written, sections or {}), list(overrides))
+    config = validate(data, where=str(path))
+    before = validate(last.state()["recipe"] if last else written, where=str(last.folder if last else path))
+    # The folder may have been moved; only a change that was asked for is one.
+    before = replace(before, out=written.get("out"))
+    refused = [key for key in changed_keys(before, config) if key.split(".")[0] not in RESUMABLE]
     if refused:
         raise UserError(
             f"--resume: the recipe of {folder} changed: {', '.join(refused)}; "
             f"a resume may change {', '.join(sorted(RESUMABLE))} only"
         )
-    if config.steps is not None and config.steps < last.step:
+    if last is not None and config.steps is not None and config.steps < last.step:
         raise UserError(f"steps: {folder} has already done {last.step} steps, asked for {config.steps}")
+    if config.steps != before.steps and (config.optimizer.schedule != "constant" or 0 < config.optimizer.warmup < 1):
+        screen.say("note: the learning rate follows the new number of steps from here on, so it may jump")
     config = replace(config, out=str(folder))
-    run = build(resolve(config, function), screen)
-    path.write_text(to_yaml(config), encoding="utf-8")
+    resolved = resolve(config, function)
+    if last is not None and last.state().get("data") != resolved.fingerprint:
+        raise UserError(f"--resume: the task's training rows are not those of {folder}; a resume needs the same data")
+    run = build(resolved, screen)
+    replace_file(path, to_yaml(config))
     return run_and_close(run, last)
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    temporary = path.with_name(path.name + ".partial")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
 
 
 @dataclass(frozen=True)
@@ -229,6 +271,14 @@ class Resolved:
         names = {name for score in (*algorithm.frozen, *algorithm.trained) for name in score.models}
         return {reference_model(self.config) if name == "reference" else name for name in names} - {"policy"}
 
+    @property
+    def fingerprint(self) -> str:
+        """Of the training rows: what a resume must find again."""
+        digest = hashlib.blake2b(digest_size=16)
+        for example in self.task.train:
+            digest.update(repr((example.id, example.prompt, example.answer)).encode("utf-8", "surrogatepass"))
+        return digest.hexdigest()
+
     def check_lengths(self, tokenizer: Any, architecture: Any) -> None:
         """Refuse prompts that leave no room for a completion in the model's context."""
         check_lengths(self.task.train, self.template, tokenizer, architecture, self.sampling.max_tokens)
@@ -241,7 +291,7 @@ def resolve(config: RunConfig, function: Callable[..., object] | None = None) ->
     Raises:
         UserError: the first thing that does not.
     """
-    task: Task = config.task.load()
+    task: Task = _load_task(config.task)
     if not task.train:
         raise UserError(f"task: {task.name} has no training rows")
     algorithm = config.algorithm
@@ -329,6 +379,7 @@ def build(resolved: Resolved, screen: Screen) -> Run:
         shown_samples=config.log.samples,
         seed=config.seed,
         recipe=to_dict(config),
+        data=resolved.fingerprint,
         screen=screen,
     )
 
@@ -342,20 +393,29 @@ def check_lengths(
         UserError: naming the example and the lengths.
     """
     limit = context_length(architecture)
-    for example in examples[:CHECKED_PROMPTS]:
+    known = getattr(architecture.get_text_config(), "vocab_size", None)
+    for example in examples:
         for name, ids in prompt_group(example, template, tokenizer).contexts.items():
             if limit is not None and len(ids) + max_tokens > limit:
                 raise UserError(
                     f"example {example.id!r}: its {name} has {len(ids)} tokens, and with max_tokens {max_tokens} "
                     f"that is more than the model's context of {limit}; shorten it or lower max_tokens"
                 )
+            if known is not None and max(ids) >= known:
+                raise UserError(
+                    f"example {example.id!r}: its {name} has token {max(ids)}, and the model knows {known} tokens: "
+                    "tokenizer and model do not belong together"
+                )
 
 
 def model_of_run(name: str) -> str:
     """The newest checkpoint where `name` is a run folder; else the name itself."""
     folder = Path(name)
-    if (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir():
-        return str(checkpoints.latest(folder).folder)
+    if (folder / "config.yaml").is_file() and (folder / "rollouts").is_dir():
+        last = checkpoints.latest(folder)
+        if last is None:
+            raise UserError(f"{folder} has no complete checkpoint under checkpoints/")
+        return str(last.folder)
     return name
 
 
@@ -369,10 +429,25 @@ def merge(data: Mapping[str, Any], sections: Mapping[str, Any]) -> dict[str, Any
     return merged
 
 
+def _load_task(family: Any) -> Task:
+    task = family.load()
+    if not isinstance(task, Task):
+        raise UserError(f"task: load() of {type(family).__name__} gave {type(task).__name__}, not a covary.tasks.Task")
+    return task
+
+
 def _check_needs(config: RunConfig, template: Template) -> None:
     """Every stream's model and context must exist, and answers must be appended where they are scored."""
     algorithm = config.algorithm
+    names = [score.name for score in (*algorithm.frozen, *algorithm.trained)]
+    if len(set(names)) < len(names):
+        raise UserError(f"algorithm: two scores have one name: {', '.join(names)}")
     for score in (*algorithm.frozen, *algorithm.trained):
+        quantity = score.quantity if isinstance(score.quantity, str) else score.quantity[0]
+        if quantity not in QUANTITIES:
+            raise UserError(
+                f"algorithm: the score {score.name!r} asks for {quantity!r}; quantities are {', '.join(QUANTITIES)}"
+            )
         for stream in score.stream_pair:
             if stream.context not in template.contexts:
                 raise UserError(

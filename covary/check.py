@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import Any
 from covary.api import Resolved, build, resolve, run_and_close
 from covary.config import RunConfig, updates_per_rollout, warnings_for
 from covary.log import Screen
-from covary.models.loading import load_config, load_tokenizer
+from covary.models.loading import load_config, load_tokenizer, model_path
 from covary.prompts import prompt_group
 from covary.rewards import GRADERS, Grader, build_reward
 from covary.settings import Checkpoint, Log
@@ -76,7 +77,7 @@ def _tokenizer(config: RunConfig, with_model: bool, screen: Screen) -> Any | Non
     try:
         return load_tokenizer(config.model.name, config.model.trust_remote_code, offline=not with_model)
     except UserError:
-        if with_model or Path(config.model.name).exists() or "/" not in config.model.name:
+        if with_model or model_path(config.model.name) != config.model.name:  # a folder, not a hub id
             raise
         screen.say(
             f"note: {config.model.name} is not on this machine: prompts are shown as messages, their lengths not checked"
@@ -105,7 +106,7 @@ def _gold(resolved: Resolved) -> Iterator[str]:
     wrong = [(example, value) for example, value in told if value < 1]
     yield f"reference answers: {len(told) - len(wrong)} of {len(told)} graded rows get reward 1 ({len(examples)} tried)"
     for example, value in wrong[:3]:
-        yield f"warning: the gold answer {example.answer!r} of {example.id} gets reward {value:g}"
+        yield f"{'note' if custom else 'warning'}: the gold answer {example.answer!r} of {example.id} gets reward {value:g}"
     if told and len(wrong) == len(told) and custom is None:
         raise UserError(f"task {task.name}: its grader accepts none of {len(told)} reference answers")
 
@@ -130,4 +131,8 @@ def _tiny_step(resolved: Resolved) -> str:
         run = build(replace(resolved, config=small, sampling=sampling), Screen(silent=True))
         run.evaluator = None
         row = run_and_close(run, None).metrics
-    return f"one tiny step ran: loss {row.get('loss', float('nan')):.4g}, kl/sampling {row.get('kl/sampling', 0):.2g}"
+    if "loss" not in row:
+        return "one tiny step ran, and left no row to learn from (two prompts and a few tokens may be too few)"
+    if not math.isfinite(row["loss"]) or row["updates/skipped"]:
+        raise UserError(f"the tiny step's loss is {row['loss']:g} and its gradient norm {row['grad_norm']:g}")
+    return f"one tiny step ran: loss {row['loss']:.4g}, gradient norm {row['grad_norm']:.4g}"

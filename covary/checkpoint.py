@@ -18,12 +18,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from covary.log import no_library_bars
-from covary.types import RunError, UserError
+from covary.types import RunError
 
 _NAME = re.compile(r"step-(\d+)")
 _PARTIAL = ".partial"
@@ -52,25 +51,48 @@ class Checkpoint:
 
 
 def checkpoints(run_folder: Path) -> list[Checkpoint]:
-    """Complete checkpoints of a run, oldest first, by number; other names are ignored."""
-    found = []
-    for folder in (run_folder / "checkpoints").glob("step-*"):
-        match = _NAME.fullmatch(folder.name)
-        if match and (folder / "state.json").is_file():
-            found.append(Checkpoint(folder, int(match[1])))
-    return sorted(found, key=lambda checkpoint: checkpoint.step)
+    """Complete checkpoints of a run, oldest first, by number; other names and damaged ones are ignored."""
+    return [checkpoint for checkpoint in _named(run_folder) if _is_complete(checkpoint.folder)]
 
 
-def latest(run_folder: Path) -> Checkpoint:
-    """The newest complete checkpoint.
+def broken(run_folder: Path) -> list[Path]:
+    """Folders that are named like checkpoints and are not complete."""
+    return [checkpoint.folder for checkpoint in _named(run_folder) if not _is_complete(checkpoint.folder)]
 
-    Raises:
-        UserError: the run has none.
-    """
+
+def latest(run_folder: Path) -> Checkpoint | None:
+    """The newest complete checkpoint, None where there is none."""
     found = checkpoints(run_folder)
-    if not found:
-        raise UserError(f"{run_folder} has no complete checkpoint under checkpoints/, so it cannot be resumed")
-    return found[-1]
+    return found[-1] if found else None
+
+
+def _named(run_folder: Path) -> list[Checkpoint]:
+    folders = [
+        Checkpoint(folder, int(match[1]))
+        for folder in (run_folder / "checkpoints").glob("step-*")
+        if (match := _NAME.fullmatch(folder.name))
+    ]
+    return sorted(folders, key=lambda checkpoint: checkpoint.step)
+
+
+def _is_complete(folder: Path) -> bool:
+    """Whether the state can be read and every tensor file has the length that its header says."""
+    try:
+        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        files = [folder / "training.safetensors", *folder.glob("model*.safetensors")]
+        return "progress" in state and len(files) > 1 and all(map(_has_its_length, files))
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def _has_its_length(path: Path) -> bool:
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length)) if length < path.stat().st_size else None
+    if header is None:
+        return False
+    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    return path.stat().st_size == 8 + length + max(ends, default=0)
 
 
 def save(
@@ -122,7 +144,7 @@ def save(
             shutil.rmtree(final)
         os.rename(partial, final)
         _sync(parent)
-    except (OSError, SafetensorError) as error:  # safetensors wraps a full disk in an error of its own
+    except Exception as error:  # safetensors has an error of its own for a full disk
         shutil.rmtree(partial, ignore_errors=True)
         kept = checkpoints(run_folder)
         usable = f"the newest usable one is {kept[-1].folder}" if kept else "there is no earlier one"

@@ -89,6 +89,8 @@ def evaluate(
     if json_file is not None and not json_file.parent.is_dir():
         raise UserError(f"--json: there is no folder {json_file.parent}")
     tasks = [_task(name.strip()) for name in task.split(",") if name.strip()]
+    if not tasks:
+        raise UserError("--task: names no task")
     from covary import api
     from covary.log import Screen
 
@@ -214,4 +216,6 @@ def _summary(thing: Any) -> str:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    from covary.log import printable
+
+    return printable(" ".join(str(error).split()))

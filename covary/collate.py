@@ -76,6 +76,8 @@ def collate(groups: Sequence[Group], max_tokens: int) -> Batch:
         for reward in (group.rewards or [None] * len(group.completions))
     ]
     names = list(rows[0].numbers) if rows else []
+    if any(row.numbers.keys() != set(names) for row in rows):
+        raise ValueError(f"rows carry different numbers; every row needs the same features (the first has {names})")
     return Batch(
         tokens=tokens,
         mask=mask,

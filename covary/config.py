@@ -175,7 +175,7 @@ def load_recipe(path: str | Path) -> dict[str, Any]:
         raise UserError(f"{path}: cannot read the recipe: {(error.strerror or str(error)).lower()}") from error
     try:
         data = yaml.load(text, Loader=_Loader)
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
         raise UserError(f"{where}: {_yaml_problem(error)}") from error
@@ -206,7 +206,7 @@ def apply_overrides(data: Mapping[str, Any], overrides: list[str]) -> dict[str, 
             raise UserError(f"{override!r}: an override is key=value, such as algorithm.beta=0.2 or steps=12")
         try:
             value = yaml.load(text, Loader=_Loader)
-        except (yaml.YAMLError, ValueError) as error:
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise UserError(f"{override!r}: the value is not YAML: {_yaml_problem(error)}") from error
         section = result
         for depth, key in enumerate(keys[:-1], 1):
@@ -390,6 +390,23 @@ def _set_checked(target: dict[str, Any], key: str, hint: Any, value: Any, path: 
         target[key] = TypeAdapter(hint, config=_STRICT).validate_json(json.dumps(value))
     except (ValidationError, TypeError, ValueError):
         problems.append(f"{path}: takes {_takes(hint)}, got {_got(value)}")
+        return
+    if any(_is_extreme(number, path) for number in _numbers(target[key])):
+        problems.append(f"{path}: {_got(value)} is outside of any sensible range")
+
+
+def _numbers(value: Any) -> list[int | float]:
+    values = value if isinstance(value, tuple) else (value,)
+    return [number for number in values if isinstance(number, int | float) and not isinstance(number, bool)]
+
+
+def _is_extreme(number: int | float, path: str) -> bool:
+    """Numbers that overflow or underflow further on, or ask for more rows than any memory holds."""
+    if path == "seed":
+        return not 0 <= number < 2**63
+    if isinstance(number, int):
+        return abs(number) > 10**9
+    return abs(number) > 1e12 or 0 < abs(number) < 1e-12
 
 
 def _conflicts(built: Mapping[str, Any]) -> Iterator[str]:
@@ -587,6 +604,12 @@ def warnings_for(config: RunConfig) -> list[str]:
             "reference: the first update after a rollout has log-ratio 0, so with one update per rollout "
             "and reference: old nothing holds the policy back; set optimizer.prompts below rollout.prompts, "
             "optimizer.passes above 1, or reference: initial"
+        )
+    if not config.algorithm.any_sampler and config.rollout.temperature != config.engine.logprob_temperature:
+        warnings.append(
+            f"rollout.temperature: samples are drawn at {config.rollout.temperature:g} and log-probs taken at "
+            f"engine.logprob_temperature {config.engine.logprob_temperature:g}: the policy whose ratios and gradients "
+            f"{_name_of('algorithm', config.algorithm)} computes is not the one that sampled; set the two equal"
         )
     if config.steps is not None and 1 <= config.optimizer.warmup >= config.steps:
         warnings.append(

@@ -36,8 +36,8 @@ class Evaluator:
     samples: int
     seed: int
 
-    def __call__(self) -> tuple[dict[str, float], list[Group]]:
-        """Metrics, and the graded groups (the last completion of each is the greedy one).
+    def __call__(self) -> tuple[dict[str, float], list[str]]:
+        """Metrics, and the reasons of rows that could not be scored.
 
         `accuracy` is the mean over examples of the share of sampled completions whose reward is 1 (Average@N);
         `pass@N` the share of examples with at least one; `greedy` the greedy completions' accuracy;
@@ -47,8 +47,8 @@ class Evaluator:
         groups = [prompt_group(example, self.template, self.tokenizer) for example in self.examples]
         plan = [Request(self.samples), Request(1, decoding="greedy")]
         groups = self.rollout.generate([plan] * len(groups), groups, self.sampling, self.seed)
-        grade(groups, self.reward)
-        return self._metrics(groups), groups
+        errors = grade(groups, self.reward)
+        return self._metrics(groups), errors
 
     def _metrics(self, groups: Sequence[Group]) -> dict[str, float]:
         prefix = f"eval/{self.name}/"

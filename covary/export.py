@@ -23,6 +23,8 @@ def export(run_folder: Path, out: Path, step: int | None = None) -> Path:
         UserError: no such checkpoint, or `out` holds something.
     """
     chosen = checkpoints.latest(run_folder)
+    if chosen is None:
+        raise UserError(f"{run_folder} has no complete checkpoint under checkpoints/")
     if step is not None:
         found = {c.step: c for c in checkpoints.checkpoints(run_folder)}
         if step not in found:
@@ -30,5 +32,16 @@ def export(run_folder: Path, out: Path, step: int | None = None) -> Path:
         chosen = found[step]
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"--out: {out} exists and is not an empty folder")
-    shutil.copytree(chosen.folder, out, ignore=shutil.ignore_patterns(*OURS), dirs_exist_ok=True)
+    if run_folder.resolve() in out.resolve().parents:
+        raise UserError(f"--out: {out} lies inside the run folder; name one outside")
+    partial = out.with_name(out.name + ".partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.copytree(chosen.folder, partial, ignore=shutil.ignore_patterns(*OURS))
+        if out.exists():
+            out.rmdir()
+        partial.rename(out)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise UserError(f"--out: {out} cannot be written ({error})") from error
     return out

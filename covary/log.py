@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from covary.jsonlines import dump_line
-from covary.types import Group
+from covary.types import Group, RunError
 
 SHOWN = ("reward/mean", "loss", "grad_norm", "kl/old", "completion/length")
 """Metrics of the line a step."""
+
+
+def printable(text: str) -> str:
+    """Control characters escaped: a completion, a reward's message or a file name must not drive the terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 class Screen:
@@ -28,10 +34,10 @@ class Screen:
         self._rollout: AbstractContextManager[_Bar] | None = None
 
     def say(self, text: str) -> None:
-        """One plain line. Control characters are shown escaped: completions are untrusted text."""
-        safe = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+        """One plain line."""
         console = self._progress.console if self._progress else self.console
-        console.print(safe.encode(console.encoding, "backslashreplace").decode(console.encoding), markup=False)
+        safe = printable(text).encode(console.encoding, "backslashreplace").decode(console.encoding)
+        console.print(safe, markup=False)
 
     @contextmanager
     def bar(self, name: str, total: int) -> Iterator[_Bar]:
@@ -88,42 +94,67 @@ def no_library_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+@contextmanager
+def _disk(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"{path} could not be written ({error.strerror or error}); the run can be resumed") from error
+
+
 class RunLog:
     """The files of a run folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.metrics_path = folder / "metrics.jsonl"
-        (folder / "rollouts").mkdir(parents=True, exist_ok=True)
+        with _disk(folder):
+            (folder / "rollouts").mkdir(parents=True, exist_ok=True)
 
     def position(self) -> int:
         """Bytes of metrics.jsonl so far."""
         return self.metrics_path.stat().st_size if self.metrics_path.exists() else 0
 
     def first(self) -> dict[str, float]:
-        """The row before training."""
-        with open(self.metrics_path, encoding="ascii") as file:
-            return {
-                name: float("nan") if value is None else value for name, value in json.loads(file.readline()).items()
-            }
+        """The row before training; {} where it was lost."""
+        rows = self._rows()
+        return {k: float("nan") if v is None else v for k, v in rows[0].items()} if rows else {}
 
     def rewind(self, position: int, step: int) -> None:
-        """Forget metrics behind `position` and rollouts of steps after `step`: a resumed run makes them again."""
-        with open(self.metrics_path, "ab") as file:
-            file.truncate(position)
+        """Forget metrics behind `position` and rollouts of steps after `step`: a resumed run makes them again.
+
+        Where the file is shorter than that (a power loss), rows up to the step before stay.
+        """
+        if self.position() >= position:
+            with open(self.metrics_path, "ab") as file:
+                file.truncate(position)
+        else:
+            kept = [row for row in self._rows() if row["step"] < step]
+            self.metrics_path.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="ascii")
         for path in (self.folder / "rollouts").glob("step-*.jsonl"):
             if path.stem.removeprefix("step-").isdigit() and int(path.stem.removeprefix("step-")) > step:
                 path.unlink()
 
+    def _rows(self) -> list[dict[str, float]]:
+        """Whole lines of metrics.jsonl."""
+        rows = []
+        for line in self.metrics_path.read_text(encoding="ascii").splitlines() if self.metrics_path.exists() else ():
+            with suppress(ValueError):
+                rows.append(json.loads(line))
+        return rows
+
     def metrics(self, row: Mapping[str, float]) -> None:
-        """Append one step's numbers; what is not finite becomes null (JSON has no NaN)."""
+        """Append one step's numbers, on disk when this returns; what is not finite becomes null (JSON has no NaN)."""
         clean = {name: value if math.isfinite(value) else None for name, value in row.items()}
-        with open(self.metrics_path, "a", encoding="ascii") as file:
+        with _disk(self.metrics_path), open(self.metrics_path, "a", encoding="ascii") as file:
             file.write(json.dumps(clean) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
 
     def rollouts(self, step: int, groups: Sequence[Group]) -> None:
         """One line per completion of a step, those that left the update included (weight null)."""
-        with open(self.folder / "rollouts" / f"step-{step:06d}.jsonl", "w", encoding="ascii") as file:
+        path = self.folder / "rollouts" / f"step-{step:06d}.jsonl"
+        with _disk(path), open(path, "w", encoding="ascii") as file:
             for group in groups:
                 rewards = group.rewards or [None] * len(group.completions)
                 for completion, reward in zip(group.completions, rewards, strict=True):

@@ -78,7 +78,7 @@ def update_metrics(
     """
     leaves = {name: value.detach().requires_grad_() for name, value in scores.items()}
     loss = algorithm.loss(leaves, batch)
-    metrics = {"loss": float(loss.detach()), **algorithm.metrics(scores, batch)}
+    metrics = {**algorithm.metrics(scores, batch), "loss": float(loss.detach())}
     weights = torch.zeros(len(batch), dtype=torch.float64)
     gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True) if loss.requires_grad else ()
     for score, gradient in zip(algorithm.trained, gradients, strict=False):

@@ -41,7 +41,7 @@ def load_object(name: str, what: str) -> Any:
     sys.modules[module_name] = module  # dataclasses look their module up there
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         message = " ".join(str(error).split())
         raise UserError(f"{what}: importing {path} failed: {type(error).__name__}: {message}") from error
     if not hasattr(module, attribute):

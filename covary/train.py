@@ -94,7 +94,8 @@ class Run:
         same_temperature: rollouts and scores use one temperature, so live scores watch the sampler.
         reduce: sum over ranks.
         recipe: stored in every checkpoint; a resume compares it.
-        warned: whether unscorable rows were spoken of.
+        data: fingerprint of the training rows, likewise.
+        warned: what the user was told once.
     """
 
     folder: Path
@@ -124,8 +125,9 @@ class Run:
     shown_samples: int = 2
     seed: int = 0
     recipe: dict[str, Any] = field(default_factory=dict)
+    data: str = ""
     screen: Screen = field(default_factory=Screen)
-    warned: bool = False
+    warned: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -150,6 +152,7 @@ def train(run: Run, resume: checkpoints.Checkpoint | None = None) -> dict[str, f
     if resume is not None:
         progress, row = _restore(run, log, resume)
     else:
+        log.rewind(0, 0)  # a folder whose run ended before its first checkpoint
         row = {"step": 0, **_evaluate(run)}
         log.metrics(row)
         run.screen.say(step_line(row, run.steps))
@@ -189,7 +192,10 @@ def train_step(run: Run, sampler: Sampler, progress: Progress, log: RunLog) -> d
         metrics = {} if run.same_temperature else score_watched(run.engine, groups, run.sampling.temperature)
         current = _score_frozen(run, groups)
     batch = collate(groups, run.sampling.max_tokens)
-    batch = _drop(run, groups, batch, _finite(batch.numbers, len(batch)), count)
+    keep = _finite(batch.numbers, len(batch))
+    if run.algorithm.needs_reward:
+        keep &= batch.rewards.isfinite()  # a reward may be too large for float32
+    batch = _drop(run, groups, batch, keep, count)
     with clock("score"):
         batch = batch.with_numbers(_prepare(run, batch)) if len(batch) else batch
     keep = _finite(batch.numbers, len(batch)) & batch.learn
@@ -199,6 +205,7 @@ def train_step(run: Run, sampler: Sampler, progress: Progress, log: RunLog) -> d
         metrics |= update(run, groups, batch, current, lr, progress, count)
     run.rollout.load_weights(None, progress.updates)
 
+    _warn_idle(run, step, metrics, count)
     log.rollouts(step, everything)
     for text in _shown(run, everything):
         run.screen.say(text)
@@ -358,7 +365,7 @@ def _finite(numbers: Any, rows: int) -> Tensor:
     """Rows whose every number is finite."""
     finite = torch.ones(rows, dtype=torch.bool)
     for value in numbers.values():
-        finite &= value.isfinite().reshape(rows, -1).all(-1)
+        finite &= value.isfinite() if value.ndim == 1 else value.isfinite().all(-1)
     return finite
 
 
@@ -367,9 +374,32 @@ def _warn_unscorable(run: Run, errors: list[str], count: dict[str, float], rows:
     reason = errors[0] if errors else "the reward gave None or NaN"
     if errors and unscorable == rows:
         raise RunError(f"no completion of this step could be scored; the first reason: {reason}")
-    if unscorable and not run.warned:
-        run.warned = True
-        run.screen.say(f"warning: {unscorable} of {rows} completions could not be scored and left; the first: {reason}")
+    if unscorable:
+        _warn_once(
+            run, "unscorable", f"{unscorable} of {rows} completions could not be scored and left; the first: {reason}"
+        )
+
+
+def _warn_idle(run: Run, step: int, metrics: dict[str, float], count: dict[str, float]) -> None:
+    """A step that taught nothing must not pass in silence."""
+    if "loss" not in metrics:
+        left = (
+            ", ".join(f"{name} {value:g}" for name, value in count.items() if value)
+            or "nothing was sampled to learn from"
+        )
+        _warn_once(run, "idle", f"step {step} had no row to learn from ({left})")
+    elif count["updates/skipped"]:
+        _warn_once(
+            run, "skipped",
+            f"step {step} skipped {count['updates/skipped']:g} updates, whose gradient was not finite; "
+            "look at the learning rate, the size of rewards and the loss",
+        )  # fmt: skip
+
+
+def _warn_once(run: Run, what: str, text: str) -> None:
+    if what not in run.warned:
+        run.warned.add(what)
+        run.screen.say(f"warning: {text}")
 
 
 # -- scores and rewards ----------------------------------------------------------------------------------
@@ -384,6 +414,8 @@ def _reward(run: Run, groups: list[Group]) -> list[str]:
         own = run.algorithm.reward(collate(groups, run.sampling.max_tokens))
     if own is None:
         return grade(groups, run.reward) if run.reward is not None else []
+    if own.shape != (len(rows_of(groups)),):
+        raise ValueError(f"{type(run.algorithm).__name__}.reward gave shape {tuple(own.shape)}, not one number per row")
     values = iter(own.tolist())
     for group in groups:
         group.rewards = [value if math.isfinite(value) else None for value in (next(values) for _ in group.completions)]
@@ -438,7 +470,16 @@ def _shown(run: Run, groups: list[Group]) -> Iterator[str]:
 
 
 def _evaluate(run: Run) -> dict[str, float]:
-    return run.evaluator()[0] if run.evaluator is not None else {}
+    if run.evaluator is None:
+        return {}
+    metrics, errors = run.evaluator()
+    if errors:
+        _warn_once(
+            run,
+            "evaluation",
+            f"{len(errors)} completions of the evaluation could not be scored; the first: {errors[0]}",
+        )
+    return metrics
 
 
 def _save(run: Run, progress: Progress, log_state: dict[str, Any]) -> None:
@@ -448,7 +489,7 @@ def _save(run: Run, progress: Progress, log_state: dict[str, Any]) -> None:
         model=run.model,
         tokenizer=run.tokenizer,
         engine_state=run.engine.state_dict(),
-        state={"progress": asdict(progress), "recipe": run.recipe, **log_state},
+        state={"progress": asdict(progress), "recipe": run.recipe, "data": run.data, **log_state},
         keep_last=run.keep_last,
     )
 

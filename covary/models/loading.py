@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,46 +40,50 @@ def model_path(name: str) -> str:
 def load_tokenizer(name: str, trust_remote_code: bool = False, *, offline: bool = False) -> Any:
     """The tokenizer of a model; `offline` asks no hub (a hub id is then found in the local cache only)."""
     path = model_path(name)
-    try:
+    with _explained(f"model.name: no tokenizer for {name!r}"):
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=offline)
-    except (OSError, ValueError) as error:
-        raise UserError(f"model.name: no tokenizer for {name!r} ({_first_line(error)})") from error
 
 
 def load_config(name: str, trust_remote_code: bool = False, *, offline: bool = False) -> Any:
     """The architecture's configuration, without weights."""
     path = model_path(name)
-    try:
+    where = f"model.name: {name!r} is no shipped model ({', '.join(SHIPPED)}) or folder, and no configuration was found"
+    with _explained(where):
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=offline)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"model.name: {name!r} is no shipped model ({', '.join(SHIPPED)}), no folder here, "
-            f"and could not be had from the hub ({_first_line(error)})"
-        ) from error
 
 
-def load_model(
-    name: str,
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: str | torch.device = "cpu",
-    trust_remote_code: bool = False,
-) -> nn.Module:
-    """A causal language model in evaluation mode. Weights are read from safetensors only.
+def load_model(name: str, *, device: str | torch.device = "cpu", trust_remote_code: bool = False) -> nn.Module:
+    """A causal language model in float32 and evaluation mode. Weights are read from safetensors only.
 
     Raises:
-        UserError: it cannot be found or loaded, or its logits are not its projection of its hidden states.
+        UserError: it cannot be found or loaded, weights are missing or not finite, or its logits are not its
+            projection of its hidden states.
     """
     load_config(name, trust_remote_code)
-    try:
-        with no_library_bars():
-            model = AutoModelForCausalLM.from_pretrained(
-                model_path(name), dtype=dtype, use_safetensors=True, trust_remote_code=trust_remote_code
-            )
-    except (OSError, ValueError) as error:
-        raise UserError(f"model.name: {name!r} could not be loaded ({_first_line(error)})") from error
+    with _explained(f"model.name: {name!r} could not be loaded"), no_library_bars():
+        model, report = AutoModelForCausalLM.from_pretrained(
+            model_path(name),
+            dtype=torch.float32,
+            use_safetensors=True,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )
+    # transformers fills what a checkpoint lacks with random numbers, and only prints a report.
+    absent = sorted(map(str, report["missing_keys"])) + [str(key) for key in report["mismatched_keys"]]
+    if absent:
+        shown = ", ".join(absent[:3]) + (f" and {len(absent) - 3} more" if len(absent) > 3 else "")
+        raise UserError(f"model.name: {name!r} lacks weights that its configuration asks for: {shown}")
+    broken = next((n for n, p in model.named_parameters() if not p.isfinite().all()), None)
+    if broken is not None:
+        raise UserError(f"model.name: {name!r} has weights that are not finite ({broken})")
     model = model.to(device).eval()
-    _check_head(model, name)
+    with _explained(f"model.name: {name!r} is no architecture that covary can score"):
+        difference = _head_difference(model)
+    if not difference < HEAD_TOLERANCE:
+        raise UserError(
+            f"model.name: {name!r} transforms its logits in a way that covary does not know "
+            f"(log-probs differ by {difference:.3g} nats from its projected hidden states)"
+        )
     return model
 
 
@@ -95,21 +101,21 @@ def pick_device(name: str) -> str:
 
 
 @torch.no_grad()
-def _check_head(model: nn.Module, name: str) -> None:
-    """Scoring projects hidden states itself: refuse a model whose forward pass does more than that."""
-    device = next(model.parameters()).device
-    ids = torch.arange(4, device=device).unsqueeze(0)
+def _head_difference(model: nn.Module) -> float:
+    """Nats between the model's own log-probs and those of its projected hidden states, by which covary scores."""
+    ids = torch.arange(4, device=next(model.parameters()).device).unsqueeze(0)
     direct = torch.log_softmax(model(input_ids=ids).logits.float(), -1)
     hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state  # pyright: ignore[reportCallIssue]
-    ours = torch.log_softmax(project(model, hidden), -1)
-    difference = float((direct - ours).abs().max())
-    if not difference < HEAD_TOLERANCE:
-        raise UserError(
-            f"model.name: {name!r} transforms its logits in a way that covary does not know "
-            f"(log-probs differ by {difference:.3g} nats from its projected hidden states)"
-        )
+    return float((direct - torch.log_softmax(project(model, hidden), -1)).abs().max())
 
 
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """A library's error about a user's model, as one line. Which types it raises is not documented."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        lines = str(error).strip().splitlines()
+        raise UserError(f"{what} ({type(error).__name__}: {lines[0] if lines else 'no message'})") from error

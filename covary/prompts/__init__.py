@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from jinja2 import TemplateError
 
 from covary.types import Example, Group, UserError
 
@@ -57,7 +58,7 @@ def load_template(name: str) -> Template:
         )
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"template {path}: not valid YAML ({str(error).splitlines()[0]})") from error
     contexts = data.get("contexts") if isinstance(data, dict) else None
     if not isinstance(contexts, dict) or "prompt" not in contexts:
@@ -115,9 +116,12 @@ def _encode(example: Example, form: str, tokenizer: Any, where: str) -> list[int
         )
     else:
         # Rendered and encoded in one call: encoding rendered text again would add a second start token.
-        ids = tokenizer.apply_chat_template(
-            example.prompt, add_generation_prompt=True, tokenize=True, return_dict=False
-        )
+        try:
+            ids = tokenizer.apply_chat_template(
+                example.prompt, add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        except TemplateError as error:  # some refuse a system message, or turns that do not alternate
+            raise UserError(f"{where}: the model's chat template refuses this prompt ({error})") from error
     if not ids:
         raise UserError(f"{where}: the prompt has no tokens")
     return list(ids)

@@ -95,7 +95,7 @@ def call_batch_form(
     takes_all = bool(_names(parameters, _Kind.VAR_KEYWORD))
     try:
         returned = function(**{k: v for k, v in available.items() if takes_all or k in parameters})
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # sys.exit in a reward must not end the run silently
         return [Graded(None, error_line(error))] * len(examples)
     if hasattr(returned, "tolist"):  # an array or a tensor
         returned = returned.tolist()  # pyright: ignore[reportAttributeAccessIssue]

@@ -45,7 +45,7 @@ class ItemReward:
         for example, text in zip(examples, completions, strict=True):
             try:
                 verdict = as_graded(grade(text, example.answer, example.columns))
-            except Exception as error:
+            except (Exception, SystemExit) as error:  # sys.exit in a reward must not end the run silently
                 verdict = Graded(None, error_line(error))
             verdicts.append(_of_row(example, verdict))
         return verdicts

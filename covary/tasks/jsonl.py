@@ -208,7 +208,11 @@ def _check_text(value: Any, where: str) -> None:
         raise UserError(f"{where}: takes text, not {_shown(value)}")
     if not value.strip():
         raise UserError(f"{where}: is empty")
-    if any("\ud800" <= character <= "\udfff" for character in value):
+    _check_whole(value, where)
+
+
+def _check_whole(text: str, where: str) -> None:
+    if any("\ud800" <= character <= "\udfff" for character in text):
         raise UserError(f"{where}: holds half of a surrogate pair, which no tokenizer can read")
 
 
@@ -230,6 +234,7 @@ def _completions(value: Any, where: str) -> list[str]:
             item = item["content"]
         if not isinstance(item, str):
             raise UserError(f"{where}: a completion is text or an assistant message, not {_shown(item)}")
+        _check_whole(item, where)
         completions.append(item)
     if not completions:
         raise UserError(f"{where}: holds no completion")

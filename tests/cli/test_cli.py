@@ -117,6 +117,7 @@ def test_check(call, recipe, tmp_path):
     assert "tiny step" not in out
     assert "nothing holds the policy back" in out
     # A model that is not on this machine stops the check only where it is needed.
+    assert call("check", recipe, "--no-model", "model.name=./nothere")[0] == 2
     code, out, err = call("check", recipe, "--no-model", "model.name=nobody/nowhere")
     assert code == 0, err
     assert "prompts are shown as messages" in out
@@ -129,7 +130,7 @@ def test_check_reports_a_grader_that_refuses_the_gold_answers(call, recipe, tmp_
     (tmp_path / "mine.py").write_text("def never(completion, answer):\n    return 0.0\n")
     code, out, err = call("check", recipe, "--no-model", f"task={{name: jsonl, path: {path}}}", "reward=mine.py:never")
     assert code == 0, err
-    assert "warning: the gold answer 'a'" in out
+    assert "note: the gold answer 'a'" in out
 
 
 def test_list(call):
@@ -165,6 +166,10 @@ LONG = "x " * 300
         (["reward=missing.py:f"], "missing.py"),
         (["engine.device=cuda"], "torch sees no CUDA device"),
         (["nonsense"], "an override is key=value"),
+        (["rollout.temperature=1e300"], "outside of any sensible range"),
+        (["seed=-1"], "outside of any sensible range"),
+        (["rollout.completions=99999999999"], "outside of any sensible range"),
+        (["eval.reward=exat"], "did you mean 'exact'?"),
         (["eval.max_tokens=5000"], "more than the model's context of 256"),
         (["out=recipe.yaml/run"], "cannot be made"),
         (["rollout.engine=dataset", "task={name: jsonl, path: pairs.jsonl}"], "has no completions"),
@@ -256,6 +261,12 @@ def test_a_broken_reward_exits_with_1_and_its_error(call, recipe, tmp_path):
     assert code == 1
     assert err.startswith("stopped: no completion of this step could be scored")
     assert "NameError" in err
+    evil = "def score(completion, answer):\\n    raise ValueError('\\x1b]0;pwned\\x07')\\n"
+    (tmp_path / "evil.py").write_text(evil.encode().decode("unicode_escape"))
+    code, _, err = call("train", recipe, "out=run2", "reward=evil.py:score", "--quiet")
+    assert code == 1
+    assert "\x1b" not in err
+    assert "pwned" in err
     assert err.count("\n") == 1
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -255,31 +256,166 @@ def test_sampler_neither_repeats_nor_skips_in_an_epoch():
     assert [e.id for e in Sampler(examples, seed=4).draw(10)] != drawn[:10]
 
 
-def test_checkpoints_are_ordered_by_number_and_other_names_ignored(tmp_path):
-    def write(name: str, complete: bool = True) -> None:
-        folder = tmp_path / "checkpoints" / name
-        folder.mkdir(parents=True)
-        if complete:
-            (folder / "state.json").write_text("{}")
+def write_checkpoint(folder, step: int, keep_last: int = -1) -> Path:
+    model = random_llama()
+    state = {f"model.{name}": value for name, value in model.state_dict().items()}
+    return save(
+        folder, step, model=model, tokenizer=byte_tokenizer(), engine_state=state, state={"progress": {}},
+        keep_last=keep_last,
+    )  # fmt: skip
 
-    for name in ("step-500", "step-2500", "step-9000", "step-10000", "step-final-backup", "100000"):
-        write(name)
-    write("step-20000", complete=False)
-    write("step-30000.partial")
+
+def test_checkpoints_are_ordered_by_number_and_other_names_ignored(tmp_path):
+    for step in (500, 9000, 2500, 10000):
+        write_checkpoint(tmp_path, step)
+    folder = tmp_path / "checkpoints"
+    for name in ("step-final-backup", "100000", "step-30000.partial"):
+        (folder / name).mkdir()
+    (folder / "step-010000").rename(folder / "step-10000")  # however many digits
     assert latest(tmp_path).step == 10000
-    model, tokenizer = random_llama(), byte_tokenizer()
-    state = {"model.x": torch.zeros(1)}
-    save(tmp_path, 10001, model=model, tokenizer=tokenizer, engine_state=state, state={}, keep_last=-1)
-    assert [c.step for c in checkpoints(tmp_path)] == [500, 2500, 9000, 10000, 10001]
-    save(tmp_path, 10002, model=model, tokenizer=tokenizer, engine_state=state, state={}, keep_last=2)
-    assert [c.step for c in checkpoints(tmp_path)] == [10001, 10002]
-    assert (tmp_path / "checkpoints" / "step-final-backup").is_dir()
+    assert [c.step for c in checkpoints(tmp_path)] == [500, 2500, 9000, 10000]
+    write_checkpoint(tmp_path, 10001, keep_last=2)
+    assert [c.step for c in checkpoints(tmp_path)] == [10000, 10001]
+    assert (folder / "step-final-backup").is_dir()
+
+
+@pytest.mark.parametrize("damage", ["cut model", "cut training", "empty state", "half state", "no model", "list state"])
+def test_a_damaged_checkpoint_is_left_aside(tmp_path, damage, capsys):
+    run(tmp_path, steps=4, checkpoint={"every": 2})
+    before = [comparable(row) for row in metrics(tmp_path / "run")]
+    folder = tmp_path / "run" / "checkpoints" / "step-000004"
+    what, name = damage.split()
+    path = folder / {"model": "model.safetensors", "training": "training.safetensors", "state": "state.json"}[name]
+    content = path.read_bytes()
+    if what == "no":
+        path.unlink()
+    else:
+        path.write_bytes({"cut": content[:-7], "empty": b"", "half": content[:20], "list": b"[]"}[what])
+    assert latest(tmp_path / "run").step == 2
+    covary.train(resume=tmp_path / "run", quiet=True, reward=vowels)
+    assert "step-000004 is damaged or half written" in capsys.readouterr().out
+    assert [comparable(row) for row in metrics(tmp_path / "run")] == before
+
+
+def test_metrics_lost_in_a_power_cut_do_not_break_a_resume(tmp_path):
+    run(tmp_path, steps=3, checkpoint={"every": 1, "keep_last": -1})
+    path = tmp_path / "run" / "metrics.jsonl"
+    before = [comparable(row) for row in metrics(tmp_path / "run")]
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]) + '{"step": 2, "lo')
+    covary.train(resume=tmp_path / "run", steps=4, quiet=True, reward=vowels)
+    after = [comparable(row) for row in metrics(tmp_path / "run")]
+    assert after[:2] == before[:2]  # row 2 is lost, what is left is whole
+    assert [row["step"] for row in after] == [0, 1, 3, 4]
+    path.unlink()
+    covary.train(resume=tmp_path / "run", steps=5, quiet=True, reward=vowels)
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [4, 5]
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_starts_again(tmp_path, monkeypatch):
+    import sys
+
+    loop = sys.modules["covary.train"]
+    original = loop.train_step
+
+    def stops(run, sampler, progress, log):
+        if progress.step == 2:
+            raise KeyboardInterrupt
+        return original(run, sampler, progress, log)
+
+    monkeypatch.setattr(loop, "train_step", stops)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, steps=3)
+    monkeypatch.setattr(loop, "train_step", original)
+    covary.train(resume=tmp_path / "run", quiet=True, reward=vowels)
+    other = tmp_path / "other"
+    other.mkdir()
+    run(other, steps=3)
+    a, b = metrics(tmp_path / "run"), metrics(other / "run")
+    assert [comparable(row) for row in a] == [comparable(row) for row in b]
+
+
+def test_a_resume_needs_the_same_data(tmp_path):
+    run(tmp_path, steps=1)
+    config = tmp_path / "run" / "config.yaml"
+    state = latest(tmp_path / "run").folder / "state.json"
+    changed = json.loads(state.read_text())
+    changed["data"] = "of other rows"
+    state.write_text(json.dumps(changed))
+    with pytest.raises(UserError, match="training rows are not those"):
+        covary.train(resume=tmp_path / "run", steps=2, quiet=True, reward=vowels)
+    with pytest.raises(UserError, match="changed: out"):
+        covary.train(resume=tmp_path / "run", out="elsewhere", quiet=True, reward=vowels)
+    assert config.read_text()
+    moved = tmp_path / "moved"
+    (tmp_path / "run").rename(moved)
+    changed["data"] = json.loads(state.read_text())["data"] if state.exists() else None
+    with pytest.raises(UserError, match="training rows are not those"):
+        covary.train(resume=moved, steps=2, quiet=True, reward=vowels)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"reward": lambda c, a: 1e308}, "could not be scored|had no row to learn from"),
+        ({"optimizer": {"lr": 1e12, "prompts": 1}, "steps": 4}, "skipped .* updates|non-finite"),
+        (
+            {"rollout": {"prompts": 4, "completions": 4, "max_tokens": 6}, "reward": lambda c, a: 1e20 * len(c)},
+            "skipped",
+        ),
+    ],
+)
+def test_a_step_that_teaches_nothing_is_not_silent(tmp_path, capsys, changes, message):
+    import re
+
+    try:
+        run(tmp_path, **changes)
+        said = capsys.readouterr().out
+    except RunError as error:
+        said = str(error)
+    assert re.search(message, said)
+
+
+def test_an_evaluation_that_cannot_grade_says_why(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text("def broken(completion, answer):\n    raise ValueError('no gold')\n")
+    run(tmp_path, steps=1, eval={"reward": f"{tmp_path}/mine.py:broken"})
+    said = capsys.readouterr().out
+    assert said.count("completions of the evaluation could not be scored") == 1
+    assert "no gold" in said
+
+
+def test_sys_exit_in_a_reward_does_not_end_the_run_silently(tmp_path):
+    def leaves(completions, **columns):
+        raise SystemExit(0)
+
+    with pytest.raises(RunError, match="SystemExit"):
+        run(tmp_path, reward=leaves)
+
+
+def test_rows_that_all_leave_before_the_update_do_not_crash(tmp_path, capsys):
+    from dataclasses import dataclass
+
+    from covary.algorithms import GVPO
+
+    @dataclass(frozen=True)
+    class NotANumber(GVPO):
+        def features(self, example, completion):
+            return {"z": float("nan")}
+
+    run(tmp_path, algorithm=NotANumber())
+    assert metrics(tmp_path / "run")[1]["rows/invalid"] == 16
+    assert "step 1 had no row to learn from" in capsys.readouterr().out
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_the_earlier_ones(tmp_path, monkeypatch):
     model, tokenizer = random_llama(), byte_tokenizer()
     state = {f"model.{n}": p.detach() for n, p in model.named_parameters()}
-    arguments = {"model": model, "tokenizer": tokenizer, "engine_state": state, "state": {}, "keep_last": 1}
+    arguments = {
+        "model": model,
+        "tokenizer": tokenizer,
+        "engine_state": state,
+        "state": {"progress": {}},
+        "keep_last": 1,
+    }
     save(tmp_path, 1, **arguments)
 
     def full(*_a, **_k):
@@ -314,7 +450,7 @@ def test_a_checkpoint_holds_buffers_and_frozen_parameters_too(tmp_path):
     engine = LocalEngine(model)
     state = engine.state_dict()
     assert torch.equal(state["model.bias"], torch.arange(3.0))
-    save(tmp_path, 1, model=model, tokenizer=byte_tokenizer(), engine_state=state, state={}, keep_last=1)
+    save(tmp_path, 1, model=model, tokenizer=byte_tokenizer(), engine_state=state, state={"progress": {}}, keep_last=1)
     restored = latest(tmp_path).weights(random_llama(seed=9))
     for name, value in model.named_parameters():
         assert torch.equal(restored[name], value), name
@@ -330,7 +466,7 @@ from covary.types import RunError
 from tests.models import byte_tokenizer, random_llama
 model = random_llama()
 state = {{f"model.{{k}}": v for k, v in model.state_dict().items()}}
-arguments = dict(model=model, tokenizer=byte_tokenizer(), engine_state=state, state={{}}, keep_last=1)
+arguments = dict(model=model, tokenizer=byte_tokenizer(), engine_state=state, state={{'progress': {{}}}}, keep_last=1)
 save(Path({str(tmp_path)!r}), 1, **arguments)
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
