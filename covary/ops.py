@@ -6,6 +6,8 @@ included: they are selected away with `where`, never multiplied by zero (math: 0
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -67,28 +69,79 @@ def log_ratio(
     return torch.where(mask, policy - other, 0.0)
 
 
+def leave_one_out(x: Float[Tensor, " B"], group: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
+    """Each row minus the mean of the *other* rows of its group; 0 for a group of one."""
+    size = group_size(group)[group]
+    return center(x, group) * size / (size - 1).clamp(min=1)
+
+
+def first_best(x: Float[Tensor, " B"], group: Int[Tensor, " B"]) -> Bool[Tensor, " B"]:
+    """The row with the largest number of each group, the first of them where several share it."""
+    rows = torch.arange(len(x), device=x.device)
+    best = x.new_full((int(group.max()) + 1 if len(x) else 0,), -torch.inf).scatter_reduce(0, group, x, "amax")
+    candidate = torch.where(x == best[group], rows, len(x))
+    first = candidate.new_full(best.shape, len(x)).scatter_reduce(0, group, candidate, "amin")
+    return rows == first[group]
+
+
+def whiten(
+    x: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], reduce: Callable[[Tensor], Tensor]
+) -> Float[Tensor, "B T"]:
+    """Minus the mean, divided by the population standard deviation, over the masked entries of all ranks; 0 elsewhere."""
+    kept = torch.where(mask, x, 0.0).double()
+    count, total = reduce(torch.stack([mask.sum().double(), kept.sum()]))
+    mean = total / count.clamp(min=1)
+    variance = reduce(torch.where(mask, kept - mean, 0.0).square().sum()) / count.clamp(min=1)
+    return torch.where(mask, (kept - mean) / (variance + 1e-8).sqrt(), 0.0).to(x.dtype)
+
+
 def ratio(log_ratio: Float[Tensor, "*S"]) -> Float[Tensor, "*S"]:
     """exp(log_ratio), finite for every input: clamped at e^20 and e^-20."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def clipped_surrogate(
-    log_ratio: Float[Tensor, "B T"], advantages: Float[Tensor, " B"], low: float, high: float
-) -> Float[Tensor, "B T"]:
-    """PPO's min(r A, clip(r, 1 - low, 1 + high) A) per token, to be maximised (arXiv 1707.06347, eq. 7)."""
+    log_ratio: Float[Tensor, "*S"], advantages: Float[Tensor, "..."], low: float, high: float
+) -> Float[Tensor, "*S"]:
+    """PPO's min(r A, clip(r, 1 - low, 1 + high) A), to be maximised (arXiv 1707.06347, eq. 7).
+
+    Per token with advantages (B, 1) or (B, T), per sequence with (B,).
+    """
+    _check_rank(log_ratio, advantages)
     r = ratio(log_ratio)
-    a = advantages.unsqueeze(-1)
-    return torch.minimum(r * a, r.clamp(1 - low, 1 + high) * a)
+    return torch.minimum(r * advantages, r.clamp(1 - low, 1 + high) * advantages)
 
 
-def clip_fraction(
-    log_ratio: Float[Tensor, "B T"], advantages: Float[Tensor, " B"], mask: Bool[Tensor, "B T"], low: float, high: float
-) -> float:
-    """Share of tokens whose gradient the clip removes."""
+def clipped(
+    log_ratio: Float[Tensor, "*S"], advantages: Float[Tensor, "..."], low: float, high: float
+) -> Bool[Tensor, "*S"]:
+    """Where the clip of `clipped_surrogate` removes the gradient."""
+    _check_rank(log_ratio, advantages)
     r = ratio(log_ratio)
-    a = advantages.unsqueeze(-1)
-    clipped = ((r > 1 + high) & (a > 0)) | ((r < 1 - low) & (a < 0))
-    return float((clipped & mask).sum() / mask.sum().clamp(min=1))
+    return ((r > 1 + high) & (advantages > 0)) | ((r < 1 - low) & (advantages < 0))
+
+
+def _check_rank(log_ratio: Tensor, advantages: Tensor) -> None:
+    # (B,) against (B, T) would broadcast rows over tokens where B equals T.
+    if advantages.ndim != log_ratio.ndim:
+        raise ValueError(f"advantages of {advantages.ndim} dimension for log-ratios of {log_ratio.ndim}")
+
+
+def share(where: Bool[Tensor, "*S"], mask: Bool[Tensor, "*S"]) -> float:
+    """Share of the masked entries that are true; 0 where nothing is masked in."""
+    return float((where & mask).sum() / mask.sum().clamp(min=1))
+
+
+def check_clip(low: float, high: float) -> None:
+    """A ratio's clip range: below 1 by less than 1, above by anything.
+
+    Raises:
+        ValueError: naming the number.
+    """
+    if not 0 < low < 1:
+        raise ValueError(f"the lower clip takes a number between 0 and 1, got {low}")
+    if not high > 0:
+        raise ValueError(f"the upper clip takes a number above 0, got {high}")
 
 
 def k3(log_ratio: Float[Tensor, "*S"]) -> Float[Tensor, "*S"]:

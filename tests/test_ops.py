@@ -99,20 +99,25 @@ class TestClipping:
     )
     def test_clipped_surrogate(self, advantage: float, value: list[float], slope: list[float]) -> None:
         log_ratio = f64([list(self.RATIOS)]).log().requires_grad_()
-        surrogate = ops.clipped_surrogate(log_ratio, f64([advantage]), 0.3, 0.3)
+        surrogate = ops.clipped_surrogate(log_ratio, f64([[advantage]]), 0.3, 0.3)
         torch.testing.assert_close(surrogate, f64([value]))
         (grad,) = torch.autograd.grad(surrogate.sum(), log_ratio)
         torch.testing.assert_close(grad, f64([slope]))
 
+    @pytest.mark.parametrize("function", [ops.clipped_surrogate, ops.clipped])
+    def test_advantages_of_rows_do_not_broadcast_over_tokens(self, function: Callable[..., Tensor]) -> None:
+        with pytest.raises(ValueError, match="advantages of 1 dimension for log-ratios of 2"):
+            function(torch.ones(3, 3), torch.ones(3), 0.2, 0.2)
+
     def test_two_sided_clip_range(self) -> None:
         log_ratio = f64([[1.5, 0.5], [1.5, 0.5]]).log()
-        surrogate = ops.clipped_surrogate(log_ratio, f64([1.0, -1.0]), low=0.2, high=0.28)
+        surrogate = ops.clipped_surrogate(log_ratio, f64([[1.0], [-1.0]]), low=0.2, high=0.28)
         torch.testing.assert_close(surrogate, f64([[1.28, 0.5], [-1.5, -0.8]]))
 
     def test_clip_fraction(self) -> None:
         log_ratio = f64([[1.5, 0.5, 1.0], [1.5, 0.5, 0.5]]).log()
         mask = torch.tensor([[True, True, True], [True, True, False]])
-        share = ops.clip_fraction(log_ratio, f64([1.0, -1.0]), mask, 0.2, 0.2)
+        share = ops.share(ops.clipped(log_ratio, f64([[1.0], [-1.0]]), 0.2, 0.2), mask)
         assert share == pytest.approx(2 / 5)  # 1.5 going up, 0.5 going down
 
     def test_ratio_is_finite_and_positive_everywhere(self) -> None:
@@ -160,7 +165,6 @@ class TestShapes:
             (ops.center, (torch.ones(3), torch.zeros(4, dtype=torch.long))),
             (ops.center, (torch.ones(3, 1), torch.zeros(3, dtype=torch.long))),
             (ops.center, (torch.ones(3), torch.zeros(3))),  # group ids of floats
-            (ops.clipped_surrogate, (torch.ones(2, 3), torch.ones(3), 0.2, 0.2)),
             (
                 ops.log_ratio,
                 (torch.ones(2, 3), torch.ones(2, 1), torch.ones(2, 3, dtype=torch.bool)),

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from covary.batch import Algorithm, Batch, Reduce, Scores
-from covary.ops import center, clip_fraction, clipped_surrogate, log_ratio, masked_sum
+from covary.ops import center, check_clip, clipped, clipped_surrogate, log_ratio, masked_sum, share
 from covary.types import Score, Stream
 
 
@@ -33,8 +33,7 @@ class DrGRPO(Algorithm):
     frozen = (Score("old", Stream("old")),)
 
     def __post_init__(self) -> None:
-        if not 0 < self.clip < 1:
-            raise ValueError(f"clip takes a number between 0 and 1, got {self.clip}")
+        check_clip(self.clip, self.clip)
 
     def prepare(self, batch: Batch, reduce: Reduce) -> dict[str, Tensor]:
         """Rewards centred within their group."""
@@ -43,11 +42,11 @@ class DrGRPO(Algorithm):
     def loss(self, scores: Scores, batch: Batch) -> Float[Tensor, ""]:
         """Sum over tokens, divided by rows times the constant length."""
         to_old = log_ratio(scores["policy"], batch["old"], batch.mask)
-        per_token = -clipped_surrogate(to_old, batch["advantage"], self.clip, self.clip)
+        per_token = -clipped_surrogate(to_old, batch["advantage"].unsqueeze(-1), self.clip, self.clip)
         return masked_sum(per_token, batch.mask).sum() / (batch.total("rows") * batch.max_tokens)
 
     def metrics(self, scores: Scores, batch: Batch) -> dict[str, float]:
         """Share of tokens that the clip holds."""
         to_old = log_ratio(scores["policy"], batch["old"], batch.mask)
-        share = clip_fraction(to_old, batch["advantage"], batch.mask, self.clip, self.clip)
-        return {"dr_grpo/clip_fraction": share}
+        held = clipped(to_old, batch["advantage"].unsqueeze(-1), self.clip, self.clip)
+        return {"dr_grpo/clip_fraction": share(held, batch.mask)}

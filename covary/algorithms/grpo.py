@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from covary.batch import Algorithm, Batch, Reduce, Scores
-from covary.ops import clip_fraction, clipped_surrogate, k3, log_ratio, masked_mean, standardise
+from covary.ops import check_clip, clipped, clipped_surrogate, k3, log_ratio, masked_mean, share, standardise
 from covary.types import Score, Stream
 
 
@@ -34,8 +34,7 @@ class GRPO(Algorithm):
     min_group = 2
 
     def __post_init__(self) -> None:
-        if not 0 < self.clip < 1:
-            raise ValueError(f"clip takes a number between 0 and 1, got {self.clip}")
+        check_clip(self.clip, self.clip)
         if not self.kl_coef >= 0:
             raise ValueError(f"kl_coef takes a number from 0 on, got {self.kl_coef}")
 
@@ -52,7 +51,7 @@ class GRPO(Algorithm):
     def loss(self, scores: Scores, batch: Batch) -> Float[Tensor, ""]:
         """Mean over rows of the mean over tokens (eq. 3)."""
         to_old = log_ratio(scores["policy"], batch["old"], batch.mask)
-        per_token = -clipped_surrogate(to_old, batch["advantage"], self.clip, self.clip)
+        per_token = -clipped_surrogate(to_old, batch["advantage"].unsqueeze(-1), self.clip, self.clip)
         if self.kl_coef > 0:
             to_initial = log_ratio(scores["policy"], batch["initial"], batch.mask)
             per_token = per_token + self.kl_coef * k3(to_initial)
@@ -61,5 +60,5 @@ class GRPO(Algorithm):
     def metrics(self, scores: Scores, batch: Batch) -> dict[str, float]:
         """Share of tokens that the clip holds."""
         to_old = log_ratio(scores["policy"], batch["old"], batch.mask)
-        share = clip_fraction(to_old, batch["advantage"], batch.mask, self.clip, self.clip)
-        return {"grpo/clip_fraction": share}
+        held = clipped(to_old, batch["advantage"].unsqueeze(-1), self.clip, self.clip)
+        return {"grpo/clip_fraction": share(held, batch.mask)}
