@@ -48,6 +48,12 @@ def group_variance(x: Float[Tensor, " B"], group: Int[Tensor, " B"]) -> Float[Te
     return group_sum(center(x, group).square(), group) / (group_size(group) - 1).clamp(min=1)
 
 
+def group_covariance(x: Float[Tensor, " B"], y: Float[Tensor, " B"], group: Int[Tensor, " B"]) -> Float[Tensor, " G"]:
+    """Unbiased covariance (n - 1) within each group; 0 for a group of one."""
+    product = center(x, group) * center(y, group)
+    return group_sum(product, group) / (group_size(group) - 1).clamp(min=1)
+
+
 def all_equal(x: Float[Tensor, " B"], group: Int[Tensor, " B"]) -> Bool[Tensor, " G"]:
     """Groups in which every row has exactly the same number (rounding of a mean cannot hide it)."""
     num_groups = int(group.max()) + 1 if group.numel() else 0

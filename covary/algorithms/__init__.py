@@ -2,10 +2,37 @@
 
 from __future__ import annotations
 
+from covary.algorithms.cispo import CISPO
+from covary.algorithms.dapo import DAPO
+from covary.algorithms.dpo import DPO
 from covary.algorithms.dr_grpo import DrGRPO
+from covary.algorithms.gmpo import GMPO
+from covary.algorithms.gpg import GPG
 from covary.algorithms.grpo import GRPO
+from covary.algorithms.gspo import GSPO
 from covary.algorithms.gvpo import GVPO
+from covary.algorithms.raft import RAFT
+from covary.algorithms.reinforce_pp import ReinforcePP
+from covary.algorithms.reinforce_pp_baseline import ReinforcePPBaseline
+from covary.algorithms.remax import ReMax
+from covary.algorithms.rloo import RLOO
 from covary.algorithms.sft import SFT
 from covary.batch import Algorithm
 
-ALGORITHMS: dict[str, type[Algorithm]] = {"gvpo": GVPO, "grpo": GRPO, "dr_grpo": DrGRPO, "sft": SFT}
+ALGORITHMS: dict[str, type[Algorithm]] = {
+    "gvpo": GVPO,
+    "grpo": GRPO,
+    "dr_grpo": DrGRPO,
+    "dapo": DAPO,
+    "rloo": RLOO,
+    "remax": ReMax,
+    "reinforce_pp": ReinforcePP,
+    "reinforce_pp_baseline": ReinforcePPBaseline,
+    "gspo": GSPO,
+    "gmpo": GMPO,
+    "gpg": GPG,
+    "cispo": CISPO,
+    "raft": RAFT,
+    "dpo": DPO,
+    "sft": SFT,
+}
