@@ -27,7 +27,7 @@ class ReMax(Algorithm):
     """REINFORCE with a greedy baseline."""
 
     def plan(self, prompts: Sequence[Example], k: int, rng: np.random.Generator) -> list[list[Request]]:
-        """k - 1 samples and one greedy completion, which only gives the baseline."""
+        """One greedy completion, which only gives the baseline, and k - 1 samples."""
         return [[Request(k - 1), Request(1, decoding="greedy", learn=False)] for _ in prompts]
 
     def prepare(self, batch: Batch, reduce: Reduce) -> dict[str, Tensor]:
