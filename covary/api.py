@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from covary import checkpoint as checkpoints
-from covary.batch import Algorithm
+from covary.batch import Algorithm, RolloutEngine
 from covary.config import (
     RESUMABLE,
     RunConfig,
@@ -33,12 +33,15 @@ from covary.config import (
 )
 from covary.engines.local import LocalEngine
 from covary.evaluate import Evaluator
+from covary.jsonlines import read_jsonl
 from covary.log import Screen
 from covary.models.loading import context_length, load_config, load_model, load_tokenizer, pick_device
 from covary.prompts import Template, load_template, prompt_group
 from covary.quantities import QUANTITIES
 from covary.rewards import Reward, build_reward
 from covary.rollout.dataset import DatasetRollout
+from covary.rollout.given import GivenRollout
+from covary.rollout.replay import ReplayRollout
 from covary.rollout.transformers import TransformersRollout
 from covary.seeding import derive_seed
 from covary.tasks.task import Task
@@ -263,6 +266,7 @@ class Resolved:
     eval_reward: Reward | None
     sampling: Sampling
     eval_sampling: Sampling
+    given: dict[str, list[str]]
 
     @property
     def models(self) -> set[str]:
@@ -309,7 +313,45 @@ def resolve(config: RunConfig, function: Callable[..., object] | None = None) ->
         Sampling(rollout.max_tokens, rollout.temperature, stop),
         # A trace's stop string is no end of an answer.
         Sampling(eval_.max_tokens or rollout.max_tokens, eval_.temperature, rollout.stop),
+        read_given(rollout.file.path, task.train) if rollout.file else {},
     )
+
+
+def read_given(path: str, examples: Sequence[Example]) -> dict[str, list[str]]:
+    """Completions of a JSONL file by example id; a row names its example by `id` or by the question's text (`prompt`).
+
+    Raises:
+        UserError: a row that names no training example or holds no text, with file and line.
+    """
+    ids = {example.id: example.id for example in examples}
+    texts = {
+        example.prompt if isinstance(example.prompt, str) else example.prompt[-1]["content"]: example.id
+        for example in examples
+    }
+    given: dict[str, list[str]] = {}
+    for number, row in read_jsonl(path):
+        where = f"{path}, line {number}"
+        id = ids.get(row.get("id")) or texts.get(row.get("prompt"))  # pyright: ignore[reportArgumentType]
+        if id is None:
+            raise UserError(f"{where}: neither its id nor its prompt is a training example's")
+        completions = row.get("completion")
+        completions = [completions] if isinstance(completions, str) else completions
+        if not isinstance(completions, list) or not completions or not all(isinstance(c, str) for c in completions):
+            raise UserError(f"{where}: needs a column completion, a text or a list of texts")
+        given.setdefault(id, []).extend(completions)
+    if not given:
+        raise UserError(f"{path}: holds no completion")
+    return given
+
+
+def _rollout(config: RunConfig, sampler: RolloutEngine, given: dict[str, list[str]], tokenizer: Any) -> RolloutEngine:
+    if config.rollout.engine == "dataset":
+        return DatasetRollout(tokenizer)
+    if config.rollout.replay is not None:
+        return ReplayRollout(sampler, config.rollout.replay.history, config.rollout.replay.size)
+    if config.rollout.file is not None:
+        return GivenRollout(sampler, given, config.rollout.file.count, tokenizer)
+    return sampler
 
 
 def build(resolved: Resolved, screen: Screen) -> Run:
@@ -360,7 +402,7 @@ def build(resolved: Resolved, screen: Screen) -> Run:
         template=resolved.template,
         examples=task.train,
         reward=resolved.reward,
-        rollout=sampler if config.rollout.engine == "transformers" else DatasetRollout(tokenizer),
+        rollout=_rollout(config, sampler, resolved.given, tokenizer),
         engine=engine,
         evaluator=evaluator,
         sampling=resolved.sampling,

@@ -208,6 +208,18 @@ class RolloutEngine(Protocol):
         """Take the policy's new weights (None where they are shared)."""
         ...
 
+    def observe(self, groups: list[Group]) -> None:
+        """See the groups of a step with their rewards, all rows, before any leaves."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """What a resume needs, as JSON values."""
+        ...
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state` gave."""
+        ...
+
 
 class TrainEngine(Protocol):
     """Turns dloss/dscores into gradients of the model. It knows no algorithm by name."""

@@ -92,7 +92,7 @@ _SECTIONS: dict[str, type] = {
     key: hint for key, hint in _HINTS.items() if dataclasses.is_dataclass(hint) and isinstance(hint, type)
 }
 _NAMED = ("task", "algorithm")  # sections whose `name` says which fields they have
-_STRICT = ConfigDict(strict=True, allow_inf_nan=False)
+_STRICT = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
 
 
 # ---- reading -------------------------------------------------------------------------------------
@@ -450,6 +450,26 @@ def _conflicts(built: Mapping[str, Any]) -> Iterator[str]:
         yield f"rollout.engine: {name} learns from given completions: set rollout.engine: dataset"
     if rollout and rollout.engine == "dataset" and not (algorithm.offline or algorithm.any_sampler):
         yield f"rollout.engine: {name} needs samples of its own policy: set rollout.engine: transformers"
+    if rollout and (rollout.replay or rollout.file):
+        mixed = "replay" if rollout.replay else "file"
+        if not algorithm.any_sampler:
+            yield f"rollout.{mixed}: {name} needs samples of its own policy; methods that may learn from any sampler can"
+        if rollout.engine == "dataset":
+            yield f"rollout.{mixed}: would be ignored, rollout.engine: dataset samples nothing"
+    if rollout and rollout.replay and rollout.replay.history >= rollout.completions:
+        yield (
+            f"rollout.replay.history: takes less than rollout.completions ({rollout.completions}), "
+            f"got {rollout.replay.history}: something must be fresh"
+        )
+    if rollout and rollout.replay and rollout.replay.size < rollout.replay.history:
+        yield f"rollout.replay.size: takes at least replay.history ({rollout.replay.history}), got {rollout.replay.size}"
+    if rollout and rollout.replay and rollout.file:
+        yield "rollout.file: cannot be combined with rollout.replay"
+    if rollout and rollout.file and rollout.file.count >= rollout.completions:
+        yield (
+            f"rollout.file.count: takes less than rollout.completions ({rollout.completions}), "
+            f"got {rollout.file.count}: something must be fresh"
+        )
     if built.get("reward") is not None and not algorithm.needs_reward:
         yield f"reward: would be ignored, {name} trains without a reward; to grade evaluation set eval.reward"
     if built.get("reference") is not None and not _reads_reference(algorithm):
@@ -502,6 +522,8 @@ def _takes(hint: Any) -> str:
         return f"one of {', '.join(map(str, args))}" if len(args) > 1 else f"only {args[0]}"
     if origin in (Union, types.UnionType):
         return " or ".join(_takes(arg).removeprefix("only ") for arg in args)
+    if dataclasses.is_dataclass(hint):
+        return f"a mapping of {', '.join(_field_names(hint))}"
     if origin is list or (origin is tuple and args[-1] is Ellipsis):
         return f"a list (each: {_takes(args[0])})"
     if origin is tuple:
@@ -560,7 +582,8 @@ def to_yaml(config: RunConfig) -> str:
 
 
 def _fields(section: Any) -> dict[str, Any]:
-    return {name: deepcopy(getattr(section, name)) for name in _field_names(section)}
+    values = {name: deepcopy(getattr(section, name)) for name in _field_names(section)}
+    return {k: _fields(v) if _is_built(v) else v for k, v in values.items()}
 
 
 def _name_of(section: str, value: Any) -> str:

@@ -123,6 +123,18 @@ def rollout_metrics(groups: Sequence[Group], count: Mapping[str, float]) -> dict
         "completion/truncated": float(np.mean([row.finish == "length" for row in rows])),
         **{name: float(value) for name, value in count.items()},
     }
+    metrics["tokens/generated"] = float(generated(groups))
+    for source in sorted({row.source for row in rows} - {"policy"}):
+        of_source = [
+            r
+            for g in groups
+            for c, r in zip(g.completions, g.rewards or (), strict=bool(g.rewards))
+            if c.source == source
+        ]
+        metrics[f"{source}/rows"] = float(sum(row.source == source for row in rows))
+        scored = [reward for reward in of_source if reward is not None]
+        if scored:
+            metrics[f"{source}/reward"] = float(np.mean(scored))
     own = [row for row in rows if row.source == "policy" and not row.greedy]
     if own and all(row.logps is not None for row in own):
         # Minus the mean log-prob of samples is an unbiased estimate of the sampling policy's token entropy.
@@ -144,6 +156,11 @@ def rollout_metrics(groups: Sequence[Group], count: Mapping[str, float]) -> dict
     return metrics
 
 
+def generated(groups: Sequence[Group]) -> int:
+    """Tokens that were sampled in a step: replayed and given ones cost nothing."""
+    return sum(row.sampled_length for row in rows_of(groups) if row.source not in ("replay", "dataset"))
+
+
 class Clock:
     """Seconds of each part of a step."""
 
@@ -160,6 +177,5 @@ class Clock:
 
     def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
         """`time/...` in seconds, and completion tokens per second of the whole step."""
-        tokens = sum(row.sampled_length for row in rows_of(groups))
-        rate = tokens / (time.perf_counter() - self.start)
+        rate = generated(groups) / (time.perf_counter() - self.start)
         return {**{f"time/{name}": s for name, s in self.seconds.items()}, "tokens_per_second": rate}

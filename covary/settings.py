@@ -28,6 +28,26 @@ class Model:
 
 
 @dataclass(frozen=True)
+class Replay:
+    """Experience replay: part of each group from that prompt's own past."""
+
+    history: PositiveInt
+    """Past completions in a group; the other `completions - history` are fresh."""
+    size: PositiveInt = 32
+    """Newest completions that are kept per prompt."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """Completions from a file as part of each group."""
+
+    path: Text
+    """JSON Lines: `completion` (a text or a list), and `id` or `prompt` (the question's text) of the example it answers."""
+    count: PositiveInt = 1
+    """Given completions in a group, at most; the others are fresh."""
+
+
+@dataclass(frozen=True)
 class Rollout:
     """Where completions come from, how many and how they are sampled.
 
@@ -46,6 +66,10 @@ class Rollout:
     """The policy's logits are divided by it before sampling."""
     stop: tuple[Text, ...] = ()
     """Texts that end a completion; graders read the text before them."""
+    replay: Replay | None = None
+    """Past completions in each group, for methods that learn from any sampler."""
+    file: Given | None = None
+    """Completions of a file in each group, for methods that learn from any sampler."""
     max_regenerations: NonNegativeInt = 4
     """Times a step may draw new prompts for groups that the algorithm's `select` dropped."""
 

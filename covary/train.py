@@ -234,6 +234,7 @@ def collect(
             attach(groups, run.engine.score(groups, early) if early and groups else {})
         with clock("reward"):
             errors += _reward(run, groups)
+        run.rollout.observe(groups)
         groups = _usable(run, groups, count)
         if not groups or not _overrides(run.algorithm, "select"):
             kept += groups
@@ -489,7 +490,13 @@ def _save(run: Run, progress: Progress, log_state: dict[str, Any]) -> None:
         model=run.model,
         tokenizer=run.tokenizer,
         engine_state=run.engine.state_dict(),
-        state={"progress": asdict(progress), "recipe": run.recipe, "data": run.data, **log_state},
+        state={
+            "progress": asdict(progress),
+            "recipe": run.recipe,
+            "data": run.data,
+            "rollout": run.rollout.state(),
+            **log_state,
+        },
         keep_last=run.keep_last,
     )
 
@@ -503,6 +510,7 @@ def _restore(run: Run, log: RunLog, resume: checkpoints.Checkpoint) -> tuple[Pro
     checkpoints.restore_random(training, state["random"])
     progress, row = Progress(**state["progress"]), state["row"]
     run.rollout.load_weights(None, progress.updates)
+    run.rollout.load_state(state["rollout"])
     log.rewind(state["metrics_position"], progress.step)
     if progress.step == run.steps and not (run.eval_every and progress.step % run.eval_every == 0):
         row = row | _evaluate(run)  # the run had ended: its final evaluation belongs to its last row

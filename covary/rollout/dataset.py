@@ -34,6 +34,16 @@ class DatasetRollout:
     def load_weights(self, state: Mapping[str, Any] | None, version: int) -> None:
         """Data do not depend on weights."""
 
+    def observe(self, groups: list[Group]) -> None:
+        """Data are not remembered."""
+
+    def state(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Nothing to restore."""
+
     def _answer(self, plan: list[Request], group: Group, max_tokens: int, seed: int) -> Group:
         example = group.example
         wanted = [request for request in plan for _ in range(request.count)]
@@ -47,19 +57,22 @@ class DatasetRollout:
             rng = np.random.default_rng(derive_seed(seed, example.id))
             chosen = sorted(rng.choice(len(chosen), size=len(wanted), replace=False).tolist())
         completions = [
-            replace(self._encode(example.completions[i], max_tokens), context=request.context, learn=request.learn)
+            replace(
+                encode_completion(self.tokenizer, example.completions[i], max_tokens),
+                context=request.context,
+                learn=request.learn,
+            )
             for i, request in zip(chosen, wanted, strict=False)
         ]
         rewards = None if example.rewards is None else [example.rewards[i] for i in chosen]
         return replace(group, completions=completions, rewards=rewards)
 
-    def _encode(self, text: str, max_tokens: int) -> Completion:
-        tokens = [
-            *self.tokenizer.encode(text, add_special_tokens=False),
-            self.tokenizer.eos_token_id,
-        ]
-        if len(tokens) <= max_tokens:
-            return Completion(tokens, text, "eos", source="dataset")
-        # What is graded is what is learned from: the text is cut with its tokens.
-        text = self.tokenizer.decode(tokens[:max_tokens], clean_up_tokenization_spaces=False)
-        return Completion(tokens[:max_tokens], text, "length", source="dataset")
+
+def encode_completion(tokenizer: Any, text: str, max_tokens: int) -> Completion:
+    """A given text as a completion: encoded, ended, cut at `max_tokens` (its text with it)."""
+    tokens = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+    if len(tokens) <= max_tokens:
+        return Completion(tokens, text, "eos", source="dataset")
+    # What is graded is what is learned from: the text is cut with its tokens.
+    text = tokenizer.decode(tokens[:max_tokens], clean_up_tokenization_spaces=False)
+    return Completion(tokens[:max_tokens], text, "length", source="dataset")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
@@ -139,6 +140,16 @@ class TransformersRollout:
             )
             for group, requests in zip(groups, plans, strict=True)
         ]
+
+    def observe(self, groups: list[Group]) -> None:
+        """Samples are not remembered."""
+
+    def state(self) -> dict[str, Any]:
+        """Nothing: every seed is derived."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Nothing to restore."""
 
     def _check(self, plans: list[list[Request]], groups: list[Group], sampling: Sampling) -> None:
         if sampling.max_tokens < 1:
