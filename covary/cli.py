@@ -6,6 +6,7 @@ Heavy modules are imported inside the commands: `covary --help` answers at once.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -117,6 +118,24 @@ def evaluate(
 
 
 @app.command()
+def sweep(
+    file: Annotated[Path, typer.Argument(help="A sweep file (YAML): recipe, grid or points, seeds, metric.")],
+    cores: Annotated[int | None, typer.Option(min=1, help="Cores to use; default: all.")] = None,
+    threads: Annotated[int, typer.Option(min=1, help="Cores per run.")] = 1,
+    quiet: Quiet = False,
+) -> None:
+    """Run a recipe over a grid and seeds in parallel; write a table and a plot. Started again, it goes on."""
+    from covary.log import Screen
+    from covary.sweep import load_sweep, run_sweep
+
+    screen = Screen(quiet)
+    checked = load_sweep(file, _recipe_path)
+    for line in run_sweep(checked, cores or os.cpu_count() or 1, threads, screen):
+        screen.say(line)
+    screen.say(f"results: {checked.out}")
+
+
+@app.command()
 def export(
     run: Annotated[Path, typer.Argument(help="A run folder.")],
     out: Annotated[Path, typer.Option(help="Where the Hugging Face folder goes.")],
@@ -167,13 +186,12 @@ def _config(recipe: str | None, overrides: list[str], default_out: bool = False)
 def _recipe_path(name: str) -> Path:
     """A file, or the name of a shipped recipe."""
     path = Path(name)
-    shipped = {p.stem: p for p in _recipe_files()}
-    return shipped[name] if not path.exists() and name in shipped else path
+    return path if path.exists() else _recipe_files().get(name, path)
 
 
 def _task(name: str) -> Any:
     """A task family's object from a recipe, a data file, or a Reasoning Gym task's name."""
-    if name.endswith((".yaml", ".yml")) or name in {p.stem for p in _recipe_files()}:
+    if name.endswith((".yaml", ".yml")) or name in _recipe_files():
         return _config(name, []).task
     from covary.tasks import TASKS
 
@@ -201,14 +219,14 @@ def _rewards() -> list[str]:
 
 
 def _recipes() -> list[str]:
-    return [f"{path.stem}: {path}" for path in _recipe_files()]
+    return [f"{name}: {path}" for name, path in _recipe_files().items()]
 
 
-def _recipe_files() -> list[Path]:
-    """Shipped recipes: inside the installed package, or beside it in a checkout."""
+def _recipe_files() -> dict[str, Path]:
+    """Shipped recipes by name (`grpo`, `paper/grpo`): inside the installed package, or beside it in a checkout."""
     package = Path(__file__).parent
     folder = package / "recipes" if (package / "recipes").is_dir() else package.parent / "recipes"
-    return sorted(folder.rglob("*.yaml"))
+    return {path.relative_to(folder).with_suffix("").as_posix(): path for path in sorted(folder.rglob("*.yaml"))}
 
 
 def _summary(thing: Any) -> str:

@@ -1,0 +1,225 @@
+"""`covary sweep`: one recipe over a grid and seeds, in parallel processes; a table and a plot of what came out.
+
+recipe: recipes/quickstart.yaml      # a path, or the name of a shipped recipe
+out: runs/beta                       # one run folder per point and seed below it
+seeds: [0, 1, 2, 3, 4]
+set: {steps: 40}                     # overrides of every run
+grid:                                # every combination is a point
+  algorithm.beta: [0.03, 0.1, 0.3]
+points:                              # or named points, each its own overrides (beside or instead of a grid)
+  gvpo: {algorithm: {name: gvpo}}
+  grpo: {algorithm: {name: grpo}}
+metric: eval/chain_sum/accuracy      # of the last row; the plot shows it by step
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from covary.config import apply_overrides, load_recipe, validate
+from covary.log import Screen
+from covary.types import RunError, UserError
+
+_KEYS = ("recipe", "out", "seeds", "set", "grid", "points", "metric")
+# 97.5 % quantiles of Student's t for 1 to 30 degrees of freedom; 1.96 beyond.
+_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
+      2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a sweep."""
+
+    point: str
+    seed: int
+    folder: Path
+    overrides: dict[str, Any]
+    steps: int
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A checked sweep file."""
+
+    recipe: Path
+    out: Path
+    metric: str
+    jobs: tuple[Job, ...]
+
+
+def load_sweep(path: Path, recipe_path: Any) -> Sweep:
+    """Read a sweep file and validate every run of it, before any starts.
+
+    Args:
+        path: the file.
+        recipe_path: turns a recipe's name or path into a path.
+
+    Raises:
+        UserError: an unknown or missing key, or a run whose recipe is wrong, named by its point.
+    """
+    data = load_recipe(path)
+    for key in data:
+        if key not in _KEYS:
+            raise UserError(f"{path}: {key}: unknown key; valid keys: {', '.join(_KEYS)}")
+    for key in ("recipe", "out", "metric"):
+        if not isinstance(data.get(key), str):
+            raise UserError(f"{path}: {key}: is required; takes text")
+    seeds = data.get("seeds", [0])
+    if not isinstance(seeds, list) or not seeds or not all(isinstance(seed, int) for seed in seeds):
+        raise UserError(f"{path}: seeds: takes a list of integers, got {seeds!r}")
+    recipe, out = recipe_path(data["recipe"]), Path(data["out"])
+    jobs = []
+    for point, overrides in _points(data, path):
+        for seed in seeds:
+            folder = out / f"{point}-seed{seed}".replace("/", "_")
+            settings = {**(data.get("set") or {}), **overrides, "seed": seed, "out": str(folder)}
+            config = validate(_merged(load_recipe(recipe), settings), where=f"{path}, point {point}")
+            if config.steps is None:
+                raise UserError(f"{path}, point {point}: a sweep needs steps, not epochs")
+            jobs.append(Job(point, seed, folder, settings, config.steps))
+    return Sweep(recipe, out, data["metric"], tuple(jobs))
+
+
+def _points(data: Mapping[str, Any], path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    grid, points = data.get("grid") or {}, data.get("points") or {"": {}}
+    for key, values in grid.items():
+        if not isinstance(values, list) or not values:
+            raise UserError(f"{path}: grid.{key}: takes a list of values, got {values!r}")
+    for name, overrides in points.items():
+        for values in itertools.product(*grid.values()):
+            labels = [f"{key.rpartition('.')[2]}={_label(value)}" for key, value in zip(grid, values, strict=True)]
+            yield " ".join([*([name] if name else []), *labels]) or "run", {
+                **(overrides or {}), **dict(zip(grid, values, strict=True))
+            }  # fmt: skip
+
+
+def _label(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return str(value.get("name", value))
+    return ",".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
+
+
+def _merged(recipe: dict[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    return apply_overrides(recipe, [f"{key}={json.dumps(value)}" for key, value in settings.items()])
+
+
+def run_sweep(sweep: Sweep, cores: int, threads: int, screen: Screen) -> list[str]:
+    """Run what has not run yet, `cores // threads` processes at a time; returns the table's lines.
+
+    A run that had been stopped goes on from its checkpoint. A run that fails is named and left out.
+    """
+    waiting = [job for job in sweep.jobs if _last_row(job) is None]
+    screen.say(f"{len(sweep.jobs)} runs, {len(sweep.jobs) - len(waiting)} of them done before")
+    running: dict[subprocess.Popen, Job] = {}
+    failed: list[Job] = []
+    with screen.bar("runs", len(sweep.jobs)) as bar:
+        while waiting or running:
+            while waiting and len(running) < max(1, cores // threads):
+                job = waiting.pop(0)
+                running[_start(sweep, job, threads)] = job
+            for process in [process for process in running if process.poll() is not None]:
+                job = running.pop(process)
+                if process.returncode or _last_row(job) is None:
+                    failed.append(job)
+                    screen.say(f"warning: {job.point}, seed {job.seed} failed; its output is in {_output(job)}")
+                bar(len(sweep.jobs) - len(waiting) - len(running))
+            time.sleep(0.2)
+    if len(failed) == len(sweep.jobs):
+        raise RunError(f"every run failed; the first one's output is in {_output(failed[0])}")
+    return write_results(sweep, screen)
+
+
+def _start(sweep: Sweep, job: Job, threads: int) -> subprocess.Popen:
+    command = [sys.executable, "-m", "covary", "train"]
+    if (job.folder / "config.yaml").is_file():
+        command += ["--resume", str(job.folder)]
+    else:
+        command += [str(sweep.recipe), *(f"{key}={json.dumps(value)}" for key, value in job.overrides.items())]
+    _output(job).parent.mkdir(parents=True, exist_ok=True)
+    with open(_output(job), "a", encoding="utf-8") as output:
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        return subprocess.Popen([*command, "--quiet"], stdout=output, stderr=subprocess.STDOUT, env=environment)
+
+
+def _output(job: Job) -> Path:
+    return job.folder.with_name(job.folder.name + ".log")
+
+
+def _rows(job: Job) -> list[dict[str, Any]]:
+    path = job.folder / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def _last_row(job: Job) -> dict[str, Any] | None:
+    """The last row of a run that reached its last step."""
+    rows = _rows(job)
+    return rows[-1] if rows and rows[-1]["step"] == job.steps else None
+
+
+def interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Mean, standard deviation, and half the width of the 95 % interval of the mean (Student's t; NaN for one value)."""
+    if len(values) < 2:
+        return mean(values), math.nan, math.nan
+    deviation = stdev(values)
+    quantile = _T[len(values) - 2] if len(values) - 1 <= len(_T) else 1.96
+    return mean(values), deviation, quantile * deviation / math.sqrt(len(values))
+
+
+def write_results(sweep: Sweep, screen: Screen) -> list[str]:
+    """`results.json`, `table.md` and `plot.png` in the sweep's folder; returns the table's lines."""
+    results: dict[str, dict[str, Any]] = {}
+    for job in sweep.jobs:
+        row = _last_row(job)
+        if row is None:
+            continue
+        if row.get(sweep.metric) is None:
+            raise UserError(f"metric: {sweep.metric} is not in the last row of {job.folder}; it has {', '.join(row)}")
+        point = results.setdefault(job.point, {"seeds": [], "values": [], "curves": []})
+        point["seeds"].append(job.seed)
+        point["values"].append(row[sweep.metric])
+        point["curves"].append([[r["step"], r[sweep.metric]] for r in _rows(job) if r.get(sweep.metric) is not None])
+    lines = [f"| point | {sweep.metric} | 95 % interval | standard deviation | seeds |", "|---|---|---|---|---|"]
+    for name, point in results.items():
+        average, deviation, half = interval(point["values"])
+        point |= {"mean": average, "std": deviation, "half_interval": half}
+        lines.append(
+            f"| {name} | {average:.3f} | {average - half:.3f} to {average + half:.3f} | {deviation:.3f} | {len(point['seeds'])} |"
+        )
+    (sweep.out / "results.json").write_text(json.dumps({"metric": sweep.metric, "points": results}, indent=1) + "\n")
+    (sweep.out / "table.md").write_text("\n".join(lines) + "\n")
+    _plot(sweep, results, screen)
+    return lines
+
+
+def _plot(sweep: Sweep, results: Mapping[str, Mapping[str, Any]], screen: Screen) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        screen.say("note: no plot; pip install 'covary[sweep]'")
+        return
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    for name, point in results.items():
+        steps = [step for step, _ in point["curves"][0]]
+        columns = list(zip(*([value for _, value in curve] for curve in point["curves"]), strict=True))
+        centre = [mean(values) for values in columns]
+        half = [interval(values)[2] if len(values) > 1 else 0.0 for values in columns]
+        (line,) = axes.plot(steps, centre, label=name, marker="o", markersize=3)
+        low, high = ([c + sign * h for c, h in zip(centre, half, strict=True)] for sign in (-1, 1))
+        axes.fill_between(steps, low, high, alpha=0.15, color=line.get_color())
+    axes.set_xlabel("step")
+    axes.set_ylabel(sweep.metric)
+    axes.legend(fontsize="small")
+    axes.grid(alpha=0.3)
+    figure.savefig(sweep.out / "plot.png", dpi=130)

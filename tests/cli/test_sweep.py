@@ -1,0 +1,81 @@
+"""A sweep runs every point and seed once, goes on where it stopped, and tabulates what it measured."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import yaml
+
+from covary.sweep import interval
+from tests.cli.test_cli import call, model, recipe  # noqa: F401  (fixtures)
+
+
+def write(path, **changes) -> None:
+    data = {
+        "recipe": "recipe.yaml",
+        "out": "sweep",
+        "seeds": [1],
+        "set": {"log.samples": 0, "eval.samples": 1},
+        "grid": {"algorithm.beta": [0.1, 0.3]},
+        "metric": "eval/chain_sum/reward",
+    }
+    path.write_text(yaml.safe_dump({**data, **changes}))
+
+
+def test_interval():
+    average, deviation, half = interval([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert (average, deviation) == (3.0, pytest.approx(math.sqrt(2.5)))
+    assert half == pytest.approx(2.776 * math.sqrt(2.5) / math.sqrt(5))
+    assert math.isnan(interval([1.0])[2])
+
+
+def test_a_sweep_runs_resumes_and_tabulates(call, recipe, tmp_path):  # noqa: F811
+    write(tmp_path / "sweep.yaml")
+    code, out, err = call("sweep", "sweep.yaml", "--cores", "2", "--quiet")
+    assert code == 0, err
+    folder = tmp_path / "sweep"
+    results = json.loads((folder / "results.json").read_text())["points"]
+    assert set(results) == {"beta=0.1", "beta=0.3"}
+    for name, point in results.items():
+        assert point["seeds"] == [1]
+        last = [
+            json.loads((folder / f"{name}-seed{seed}" / "metrics.jsonl").read_text().splitlines()[-1])
+            for seed in (1,)
+        ]
+        assert point["values"] == [row["eval/chain_sum/reward"] for row in last]
+        assert f"| {name} | {point['mean']:.3f} |" in out
+    assert (folder / "plot.png").stat().st_size > 1000
+    config = yaml.safe_load((folder / "beta=0.3-seed1" / "config.yaml").read_text())
+    assert (config["seed"], config["algorithm"]["beta"]) == (1, 0.3)
+
+    # One run stopped before its end: only that one goes on.
+    before = (folder / "beta=0.1-seed1" / "metrics.jsonl").stat().st_mtime_ns
+    path = folder / "beta=0.3-seed1" / "metrics.jsonl"
+    whole = path.read_text()
+    path.write_text("".join(whole.splitlines(keepends=True)[:-1]))
+    code, out, err = call("sweep", "sweep.yaml", "--cores", "2", "--quiet")
+    assert code == 0, err
+    assert "2 runs, 1 of them done before" in out
+    assert (folder / "beta=0.1-seed1" / "metrics.jsonl").stat().st_mtime_ns == before
+    assert json.loads((folder / "results.json").read_text())["points"] == results
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sedes": [1]}, "sedes: unknown key"),
+        ({"seeds": "all"}, "seeds: takes a list of integers"),
+        ({"grid": {"algorithm.beta": 3}}, r"grid.algorithm.beta: takes a list of values"),
+        ({"grid": {"algorithm.bta": [3]}}, "point bta=3: algorithm.bta: unknown key; did you mean algorithm.beta"),
+        ({"points": {"g": {"algorithm": {"name": "gpro"}}}, "grid": {}}, "point g: algorithm.name: unknown algorithm"),
+        ({"metric": None}, "metric: is required"),
+    ],
+)
+def test_mistakes_are_told_before_anything_runs(call, recipe, tmp_path, changes, message):  # noqa: F811
+    write(tmp_path / "sweep.yaml", **changes)
+    code, _, err = call("sweep", "sweep.yaml")
+    assert code == 2
+    assert message in err
+    assert not (tmp_path / "sweep").exists()
