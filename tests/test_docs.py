@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from covary import settings
-from covary.algorithms import ALGORITHMS
+from covary.algorithms import ALGORITHMS, GVPO
+from covary.batch import Batch
 from covary.cli import app
 from covary.config import RunConfig, apply_overrides, load_recipe, validate
 from covary.tasks import TASKS
@@ -130,6 +132,53 @@ def test_the_examples_of_authoring_run(authored: Path) -> None:
     rows = [json.loads(line) for line in rollout.splitlines()]
     assert len(rows) == 8 * 4
     assert all(row["finish"] != "stop_string" or "\n" not in row["completion"] for row in rows)  # the template's stop
+
+
+# -- variance-and-entropy.md ---------------------------------------------------------------------------------
+
+
+def test_the_numbers_of_variance_and_entropy_are_those_of_its_script(capsys: pytest.CaptureFixture[str]) -> None:
+    page = DOCS / "variance-and-entropy.md"
+    (script,), (printed,) = fences(page, "python"), fences(page, "text")
+    exec(compile(script, str(page), "exec"), {})
+    assert capsys.readouterr().out == printed
+    number = re.compile(r"-?\d+\.\d{3,}|-?\d+(?:\.\d+)?e-\d+")
+    assert set(number.findall(_LINK.sub("", prose(page)))) <= set(number.findall(printed))
+
+
+def test_what_variance_and_entropy_says_of_the_loss() -> None:
+    """Its group's minimum is that of GVPO itself, and without the variance there is none, whatever the entropy's weight."""
+    rewards, uniform = torch.tensor([0.0, 0, 1, 1, 1]), torch.full((5, 1), 0.2)
+    batch = Batch(
+        tokens=torch.zeros(5, 1, dtype=torch.long),
+        mask=torch.ones(5, 1, dtype=torch.bool),
+        answer_mask=torch.zeros(5, 1, dtype=torch.bool),
+        group=torch.zeros(5, dtype=torch.long),
+        rewards=rewards,
+        learn=torch.ones(5, dtype=torch.bool),
+        truncated=torch.zeros(5, dtype=torch.bool),
+        source=("policy",) * 5,
+        max_tokens=1,
+        numbers={"reference": uniform.log()},
+    ).with_totals()
+
+    def loss(algorithm: GVPO, rare: float) -> tuple[float, float]:
+        """Value, and slope along the logits of the wrong tokens."""
+        logits = torch.tensor([rare, rare, 0.0, 0, 0], dtype=torch.float64).requires_grad_()
+        logp = logits.log_softmax(0)
+        entropy = -(logp.exp() * logp).sum().expand(5, 1)
+        value = algorithm.loss({"policy": logp.unsqueeze(1), "entropy": entropy}, batch)
+        value.backward()
+        assert logits.grad is not None
+        return float(value.detach()), float(logits.grad[:2].sum())
+
+    assert loss(GVPO(), -10.0)[1] == pytest.approx(0, abs=1e-6)  # a / c = exp(-1 / beta)
+    assert loss(GVPO(), -10.1)[1] < 0 < loss(GVPO(), -9.9)[1]
+    for coef in (0.1, 10.0):
+        ablation = GVPO(terms=("covariance",), entropy_coef=coef)
+        values = [loss(ablation, rare)[0] for rare in (0.0, -(10.0**3), -(10.0**4), -(10.0**5))]
+        assert values[1] > values[2] > values[3]
+        assert values[0] > values[2]
 
 
 # -- tables --------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from covary import ops
+from tests.algorithms.helpers import on_ranks
 
 INF = float("inf")
 NAN = float("nan")
@@ -65,11 +66,34 @@ class TestGrouped:
         expected = [statistics.variance([1, 2, 3]), 0.0, statistics.variance([5, 7])]
         assert ops.group_variance(self.X, self.GROUP).tolist() == expected
 
+    def test_covariance_is_unbiased_and_zero_for_one(self) -> None:
+        y = f64([2.0, 0.0, 5.0, 7.0, 3.0, -1.0])
+        expected = [statistics.covariance([1, 2, 3], [2, 5, -1]), 0.0, statistics.covariance([5, 7], [0, 3])]
+        torch.testing.assert_close(ops.group_covariance(self.X, y, self.GROUP), f64(expected))
+        itself = ops.group_covariance(self.X, self.X, self.GROUP)
+        assert torch.equal(itself, ops.group_variance(self.X, self.GROUP))
+
+    def test_leave_one_out(self) -> None:
+        # Group 0 is 1, 2, 3; group 2 is 5, 7; the 6 is alone.
+        expected = [1 - 5 / 2, 5 - 7, 2 - 4 / 2, 0.0, 7 - 5, 3 - 3 / 2]
+        torch.testing.assert_close(ops.leave_one_out(self.X, self.GROUP), f64(expected))
+
+    def test_first_best(self) -> None:
+        x = f64([3.0, 1.0, 3.0, -2.0, 0.0, 3.0, 1.0])
+        group = torch.tensor([0, 2, 0, 1, 2, 0, 2])
+        assert ops.first_best(x, group).tolist() == [True, True, False, True, False, False, False]
+        assert ops.first_best(-x, group).tolist() == [True, False, False, True, True, False, False]
+        infinite = f64([-INF, -INF, INF, 0.0])
+        assert ops.first_best(infinite, torch.tensor([0, 0, 1, 1])).tolist() == [True, False, True, False]
+
     def test_nothing(self) -> None:
         x, group = self.X[:0], self.GROUP[:0]
         assert ops.group_sum(x, group).shape == (0,)
         assert ops.group_variance(x, group).shape == (0,)
+        assert ops.group_covariance(x, x, group).shape == (0,)
         assert ops.all_equal(x, group).shape == (0,)
+        assert ops.leave_one_out(x, group).shape == (0,)
+        assert ops.first_best(x, group).shape == (0,)
 
     def test_all_equal_sees_through_rounding(self) -> None:
         """Three times 0.7 has a mean that is not 0.7, and so a variance above 0."""
@@ -84,6 +108,36 @@ class TestGrouped:
         actual = ops.standardise(x, group, eps=0.1)
         expected = f64([0.5 / (std + 0.1), 0, -0.5 / (std + 0.1), 0])
         torch.testing.assert_close(actual, expected)
+
+
+class TestWhiten:
+    X = f64([[1.0, 1.0, NAN], [3.0, INF, 5.0]])
+    MASK = torch.tensor([[True, True, False], [True, False, True]])
+
+    def test_population_statistics_of_masked_entries(self) -> None:
+        values = [1.0, 1.0, 3.0, 5.0]
+        mean, std = statistics.mean(values), math.sqrt(statistics.pvariance(values) + 1e-8)
+        expected = f64([[(1 - mean) / std, (1 - mean) / std, 0], [(3 - mean) / std, 0, (5 - mean) / std]])
+        torch.testing.assert_close(ops.whiten(self.X, self.MASK, lambda x: x), expected)
+
+    def test_statistics_are_those_of_all_ranks(self) -> None:
+        whole = ops.whiten(self.X, self.MASK, lambda x: x)
+        ranks = on_ranks([lambda reduce, i=i: ops.whiten(self.X[[i]], self.MASK[[i]], reduce) for i in (0, 1)])
+        torch.testing.assert_close(torch.cat(ranks), whole)
+        alone = ops.whiten(self.X[[1]], self.MASK[[1]], lambda x: x)  # negative control
+        assert float((alone - whole[[1]]).abs().max()) > 0.1
+
+    def test_equal_entries_and_no_entries(self) -> None:
+        equal = ops.whiten(torch.full((2, 3), 0.7, dtype=torch.float64), self.MASK, lambda x: x)
+        assert float(equal.abs().max()) < 1e-10
+        assert (ops.whiten(self.X, torch.zeros_like(self.MASK), lambda x: x) == 0).all()
+
+    def test_single_precision_keeps_its_digits(self) -> None:
+        """A mean far from 0 in float32: statistics are taken in float64."""
+        x = torch.tensor([[4096.0, 4096.25, 4096.5]])
+        actual = ops.whiten(x, torch.ones_like(x, dtype=torch.bool), lambda x: x)
+        assert actual.dtype == torch.float32
+        assert actual.tolist() == [pytest.approx([-math.sqrt(1.5), 0.0, math.sqrt(1.5)], rel=1e-6)]
 
 
 class TestClipping:
@@ -119,6 +173,32 @@ class TestClipping:
         mask = torch.tensor([[True, True, True], [True, True, False]])
         share = ops.share(ops.clipped(log_ratio, f64([[1.0], [-1.0]]), 0.2, 0.2), mask)
         assert share == pytest.approx(2 / 5)  # 1.5 going up, 0.5 going down
+
+    @pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
+    def test_clipped_is_where_the_gradient_is_gone(self, advantage: float) -> None:
+        """Of sequences and of tokens alike; without an advantage nothing is clipped."""
+        log_ratio = f64(list(self.RATIOS)).log().requires_grad_()
+        advantages = torch.full_like(log_ratio, advantage)
+        (slope,) = torch.autograd.grad(ops.clipped_surrogate(log_ratio, advantages, 0.2, 0.3).sum(), log_ratio)
+        held = ops.clipped(log_ratio, advantages, 0.2, 0.3)
+        assert torch.equal(held, (slope == 0) & (advantages != 0))
+        assert held.sum() == {1.0: 2, -1.0: 1, 0.0: 0}[advantage]
+        tokens = ops.clipped(log_ratio.unsqueeze(-1), advantages.unsqueeze(-1), 0.2, 0.3)
+        assert torch.equal(tokens.squeeze(-1), held)
+
+    def test_share(self) -> None:
+        where = torch.tensor([[True, True], [True, False]])
+        assert ops.share(where, torch.tensor([[True, False], [True, True]])) == pytest.approx(2 / 3)
+        assert ops.share(where, torch.zeros_like(where)) == 0.0
+
+    def test_check_clip(self) -> None:
+        ops.check_clip(0.2, 5.0)
+        for low in (0.0, 1.0, -0.1, NAN):
+            with pytest.raises(ValueError, match=f"lower clip takes a number between 0 and 1, got {low}"):
+                ops.check_clip(low, 0.2)
+        for high in (0.0, -1.0, NAN):
+            with pytest.raises(ValueError, match=f"upper clip takes a number above 0, got {high}"):
+                ops.check_clip(0.2, high)
 
     def test_ratio_is_finite_and_positive_everywhere(self) -> None:
         x = torch.tensor([-1e30, -1000.0, 0.0, 1.0, 1000.0, 1e30], requires_grad=True)

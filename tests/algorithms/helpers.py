@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from covary.batch import Algorithm, Batch, Scores, one_process
-from covary.types import Score
+from covary.batch import Algorithm, Batch, Reduce, Scores, one_process
+from covary.types import Example, Score
 
 Ragged = Sequence[Sequence[float]]
 
@@ -28,6 +31,7 @@ def make_batch(
     mask: Sequence[Sequence[bool]] | None = None,
     rewards: Sequence[float] | None = None,
     numbers: Mapping[str, Tensor | Ragged | Sequence[float]] | None = None,
+    learn: Sequence[bool] | None = None,
     source: Sequence[str] | None = None,
     max_tokens: int | None = None,
 ) -> Batch:
@@ -50,7 +54,7 @@ def make_batch(
         answer_mask=torch.zeros_like(sampled),
         group=torch.tensor(group, dtype=torch.long),
         rewards=torch.tensor([0.0] * rows if rewards is None else rewards, dtype=torch.float64),
-        learn=torch.ones(rows, dtype=torch.bool),
+        learn=torch.tensor([True] * rows if learn is None else learn, dtype=torch.bool),
         truncated=torch.zeros(rows, dtype=torch.bool),
         source=tuple(source or ["policy"] * rows),
         max_tokens=width if max_tokens is None else max_tokens,
@@ -58,10 +62,33 @@ def make_batch(
     )
 
 
-def prepared(algorithm: Algorithm, rollout: Batch) -> Batch:
-    """What the loop does once per rollout: `prepare`, then the totals (of a rollout with one update)."""
-    numbers = algorithm.prepare(rollout, one_process)
-    return rollout.with_numbers(numbers).with_totals(algorithm.normalisers)
+def prepared(algorithm: Algorithm, rollout: Batch, reduce: Reduce = one_process) -> Batch:
+    """What the loop does once per rollout: `prepare`, rows that are not learned from leave, totals (of one update)."""
+    batch = rollout.with_numbers(algorithm.prepare(rollout, reduce)).take(rollout.learn)
+    return batch.with_totals(algorithm.normalisers, reduce)
+
+
+def on_ranks(works: Sequence[Callable[[Reduce], Tensor]]) -> list[Tensor]:
+    """Results of functions that run at the same time, one per rank; their `reduce` sums over all of them."""
+    barrier = threading.Barrier(len(works))
+    given: list[Tensor] = [torch.zeros(())] * len(works)
+
+    def run(rank: int) -> Tensor:
+        def reduce(x: Tensor) -> Tensor:
+            given[rank] = x
+            barrier.wait()
+            total = torch.stack(given).sum(0)
+            barrier.wait()  # nobody gives the next one before everybody has read this one
+            return total
+
+        try:
+            return works[rank](reduce)
+        except BaseException:
+            barrier.abort()  # the others would wait for ever
+            raise
+
+    with ThreadPoolExecutor(len(works)) as pool:
+        return list(pool.map(run, range(len(works))))
 
 
 def value_and_grad(algorithm: Algorithm, scores: Scores, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -96,6 +123,7 @@ class Layout:
     mask: list[list[bool]]
     rewards: list[float]
     seed: int
+    learn: list[bool] | None = None
 
     @property
     def width(self) -> int:
@@ -104,40 +132,55 @@ class Layout:
 
 @dataclass(frozen=True)
 class Problem:
-    """A rollout before `prepare`, and live scores for it."""
+    """A rollout before `prepare`, and live scores for its rows to learn from, in their order."""
 
     rollout: Batch
     scores: Scores
 
 
-def problem(algorithm: Algorithm, layout: Layout, distances: Sequence[float]) -> Problem:
-    """Log-probs for every score that the algorithm reads.
+def with_unlearned(algorithm: Algorithm, layout: Layout) -> Layout:
+    """The layout's rows are to be learned from; every group also gets the other rows that the algorithm plans."""
+    rng = random.Random(layout.seed)
+    (requests,) = algorithm.plan([Example("", "")], 2, np.random.default_rng(0))
+    beside = sum(request.count for request in requests if not request.learn)
+    rows = list(zip(layout.group, layout.mask, layout.rewards, [True] * len(layout.group), strict=True))
+    for g in sorted(set(layout.group)) * beside:
+        mask = [True, *(rng.random() < 0.5 for _ in range(layout.width - 1))]
+        rows.insert(rng.randrange(len(rows) + 1), (g, mask, rng.choice((0.0, 0.5, 1.0)), False))
+    group, masks, rewards, learn = (list(column) for column in zip(*rows, strict=True))
+    return replace(layout, group=group, mask=masks, rewards=rewards, learn=learn)
 
-    A live score lies one of `distances` nats, with either sign, from the first frozen score, at
-    every token; this is what keeps a test near, far, or away from the kinks of a clip.
+
+def problem(algorithm: Algorithm, layout: Layout, distances: Sequence[float]) -> Problem:
+    """Numbers for every score that the algorithm reads.
+
+    A live score lies one of `distances` nats, with either sign, from the first frozen score of its
+    quantity, at every token; this is what keeps a test near, far, or away from the kinks of a clip.
     """
+    layout = with_unlearned(algorithm, layout)
     rng = random.Random(layout.seed)
     rows, width = len(layout.group), layout.width
 
-    def numbers(score: Score, value: float) -> Tensor:
+    def numbers(score: Score) -> Tensor:
         shape = (rows,) if score.level == "sequence" else (rows, width)
-        drawn = [value - 3 * rng.random() for _ in range(rows * width)]
-        return torch.tensor(drawn, dtype=torch.float64)[: torch.Size(shape).numel()].reshape(shape)
+        drawn = [3 * rng.random() + 0.1 for _ in range(rows * width)]
+        sign = 1 if score.quantity == "entropy" else -1
+        return sign * torch.tensor(drawn, dtype=torch.float64)[: torch.Size(shape).numel()].reshape(shape)
 
-    frozen = {score.name: numbers(score, -0.1) for score in algorithm.frozen}
-    scores = {}
-    for score in algorithm.trained:
-        start = next(
-            (f for f in frozen.values() if f.dim() == (1 if score.level == "sequence" else 2)),
-            numbers(score, -0.1),
-        )
-        moves = [rng.choice(distances) * rng.choice((-1, 1)) for _ in range(start.numel())]
-        scores[score.name] = start + torch.tensor(moves, dtype=torch.float64).reshape(start.shape)
+    frozen = {score.name: numbers(score) for score in algorithm.frozen}
     rollout = make_batch(
         layout.group,
         mask=layout.mask,
         rewards=layout.rewards,
         numbers=frozen,
+        learn=layout.learn,
         max_tokens=layout.width + 3,
     )
+    scores = {}
+    for score in algorithm.trained:
+        alike = [f.name for f in algorithm.frozen if (f.quantity, f.level) == (score.quantity, score.level)]
+        start = frozen[alike[0]] if alike else numbers(score)
+        moves = [rng.choice(distances) * rng.choice((-1, 1)) for _ in range(start.numel())]
+        live = start + torch.tensor(moves, dtype=torch.float64).reshape(start.shape)
+        scores[score.name] = live[rollout.learn]
     return Problem(rollout, scores)

@@ -1,7 +1,8 @@
 """Every algorithm as a slow loop over rows and tokens, written from its equation and not from `covary.ops`.
 
 Scores are 0-dim tensors, so that autograd gives the reference gradient too. A row holds its sampled
-tokens only: the loops know neither masks nor padding.
+tokens only: the loops know neither masks nor padding. What an algorithm prepares (advantages, returns,
+whitening) is computed here too, from rewards.
 """
 
 from __future__ import annotations
@@ -12,17 +13,41 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from covary.algorithms import GRPO, GVPO, SFT, DrGRPO
+from covary.algorithms import (
+    CISPO,
+    DAPO,
+    DPO,
+    GMPO,
+    GPG,
+    GRPO,
+    GSPO,
+    GVPO,
+    RAFT,
+    RLOO,
+    SFT,
+    DrGRPO,
+    ReinforcePP,
+    ReinforcePPBaseline,
+    ReMax,
+)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One completion: live and frozen log-probs of its sampled tokens, by name."""
+    """One completion: live and frozen numbers of its sampled tokens, by name.
+
+    Rows that are not learned from have no live ones.
+    """
 
     group: int
     reward: float
     live: dict[str, list[Tensor]]
     frozen: dict[str, list[float]]
+    learn: bool
+
+    @property
+    def length(self) -> int:
+        return len(self.live["policy"])
 
 
 def groups_of(rows: list[Row]) -> list[list[Row]]:
@@ -40,6 +65,47 @@ def zero() -> Tensor:
     return torch.zeros((), dtype=torch.float64, requires_grad=True)
 
 
+def sequence(values: list[Tensor]) -> Tensor:
+    """Sum over the tokens of a row."""
+    return sum(values, zero())
+
+
+def tokens(rows: list[Row]) -> int:
+    """Sampled tokens of all rows."""
+    return sum(row.length for row in rows)
+
+
+def standardised(rewards: list[float]) -> list[float]:
+    """(R - mean) / (std + 1e-6) within a group, the standard deviation with n - 1; 0 where all are equal."""
+    if len(set(rewards)) == 1:
+        return [0.0] * len(rewards)
+    squares = [(reward - mean(rewards)) ** 2 for reward in rewards]
+    std = math.sqrt(math.fsum(squares) / (len(rewards) - 1))
+    return [(reward - mean(rewards)) / (std + 1e-6) for reward in rewards]
+
+
+def whitened(values: list[list[float]]) -> list[list[float]]:
+    """Minus the mean, over the root of the population variance + 1e-8, both over all tokens of all rows."""
+    flat = [value for row in values for value in row]
+    variance = mean([(value - mean(flat)) ** 2 for value in flat])
+    return [[(value - mean(flat)) / math.sqrt(variance + 1e-8) for value in row] for row in values]
+
+
+def surrogate(log_ratio: Tensor, advantage: float, low: float, high: float) -> Tensor:
+    """min(r A, clip(r, 1 - low, 1 + high) A), case by case: the clip acts only where it lowers the surrogate."""
+    r = torch.exp(log_ratio)
+    if advantage >= 0 and r > 1 + high:
+        return r.detach() * 0 + (1 + high) * advantage
+    if advantage < 0 and r < 1 - low:
+        return r.detach() * 0 + (1 - low) * advantage
+    return r * advantage
+
+
+def to_frozen(row: Row, name: str) -> list[Tensor]:
+    """Live minus frozen log-prob, per token."""
+    return [live - frozen for live, frozen in zip(row.live["policy"], row.frozen[name], strict=True)]
+
+
 def gvpo(algorithm: GVPO, rows: list[Row], max_tokens: int) -> Tensor:
     """Mean over prompts of 1 / (2 (k-1)) sum_i [beta (Delta_i - Deltabar) - (R_i - Rbar)]^2."""
     groups = groups_of(rows)
@@ -48,12 +114,7 @@ def gvpo(algorithm: GVPO, rows: list[Row], max_tokens: int) -> Tensor:
         k = len(members)
         if k == 1:
             continue  # a variance needs two
-        deltas = []
-        for row in members:
-            delta = zero()
-            for policy, reference in zip(row.live["policy"], row.frozen["reference"], strict=True):
-                delta = delta + policy - reference
-            deltas.append(delta)
+        deltas = [sequence(to_frozen(row, "reference")) for row in members]
         delta_bar = sum(deltas, zero()) / k
         reward_bar = mean([row.reward for row in members])
         for row, delta in zip(members, deltas, strict=True):
@@ -62,31 +123,44 @@ def gvpo(algorithm: GVPO, rows: list[Row], max_tokens: int) -> Tensor:
     return loss / len(groups)
 
 
-def surrogate(policy: Tensor, old: float, advantage: float, clip: float) -> Tensor:
-    """min(r A, clip(r) A), case by case: the clip acts only where it lowers the surrogate."""
-    r = torch.exp(policy - old)
-    if advantage >= 0 and r > 1 + clip:
-        return r.detach() * 0 + (1 + clip) * advantage
-    if advantage < 0 and r < 1 - clip:
-        return r.detach() * 0 + (1 - clip) * advantage
-    return r * advantage
+def gvpo_terms(algorithm: GVPO, rows: list[Row], max_tokens: int) -> Tensor:
+    """-beta Cov(R, l), and of -beta^2 Cov(l, l') + beta^2 / 2 Var(l) the named ones; - c * mean token entropy."""
+    groups = groups_of(rows)
+    loss = zero()
+    for members in groups:
+        k = len(members)
+        if k == 1:
+            continue
+        live = [sequence(row.live["policy"]) for row in members]
+        live_bar = sum(live, zero()) / k
+        reference = [math.fsum(row.frozen["reference"]) for row in members]
+        for i, row in enumerate(members):
+            off = live[i] - live_bar
+            term = -algorithm.beta * (row.reward - mean([r.reward for r in members])) * off
+            if "covariance" in algorithm.terms:
+                term = term - algorithm.beta**2 * (reference[i] - mean(reference)) * off
+            if "variance" in algorithm.terms:
+                term = term + algorithm.beta**2 / 2 * off**2
+            loss = loss + term / ((k - 1) * len(groups))
+    if algorithm.entropy_coef:
+        entropies = [entropy for row in rows for entropy in row.live["entropy"]]
+        loss = loss - algorithm.entropy_coef * sequence(entropies) / len(entropies)
+    return loss
 
 
 def grpo(algorithm: GRPO, rows: list[Row], max_tokens: int) -> Tensor:
-    """Mean over rows of 1/|y| sum_t [-surrogate + kl_coef (e^{-d} - 1 + d)], A = (R - mean) / (std + 1e-6)."""
+    """Mean over rows of 1/|y| sum_t [-surrogate + kl_coef (e^{-d} - 1 + d)]."""
     loss = zero()
     for members in groups_of(rows):
-        rewards = [row.reward for row in members]
-        squares = [(reward - mean(rewards)) ** 2 for reward in rewards]
-        std = math.sqrt(math.fsum(squares) / (len(members) - 1)) if len(members) > 1 else 0.0
-        for row in members:
-            advantage = 0.0 if std == 0 else (row.reward - mean(rewards)) / (std + 1e-6)
-            for t, policy in enumerate(row.live["policy"]):
-                term = -surrogate(policy, row.frozen["old"][t], advantage, algorithm.clip)
+        advantages = standardised([row.reward for row in members])
+        for row, advantage in zip(members, advantages, strict=True):
+            to_old = to_frozen(row, "old")
+            for t in range(row.length):
+                term = -surrogate(to_old[t], advantage, algorithm.clip, algorithm.clip)
                 if algorithm.kl_coef:
-                    d = policy - row.frozen["initial"][t]
+                    d = to_frozen(row, "initial")[t]
                     term = term + algorithm.kl_coef * (torch.exp(-d) - 1 + d)
-                loss = loss + term / len(row.live["policy"])
+                loss = loss + term / row.length
     return loss / len(rows)
 
 
@@ -96,9 +170,159 @@ def dr_grpo(algorithm: DrGRPO, rows: list[Row], max_tokens: int) -> Tensor:
     for members in groups_of(rows):
         reward_bar = mean([row.reward for row in members])
         for row in members:
-            for policy, old in zip(row.live["policy"], row.frozen["old"], strict=True):
-                loss = loss - surrogate(policy, old, row.reward - reward_bar, algorithm.clip)
+            for d in to_frozen(row, "old"):
+                loss = loss - surrogate(d, row.reward - reward_bar, algorithm.clip, algorithm.clip)
     return loss / (len(rows) * max_tokens)
+
+
+def dapo(algorithm: DAPO, rows: list[Row], max_tokens: int) -> Tensor:
+    """-1 / tokens sum of all surrogates, A standardised from the reward and the penalty of the length."""
+    buffer = algorithm.overlong_share * max_tokens
+    loss = zero()
+    for members in groups_of(rows):
+        shaped = []
+        for row in members:
+            if buffer == 0 or row.length <= max_tokens - buffer:
+                penalty = 0.0
+            elif row.length <= max_tokens:
+                penalty = ((max_tokens - buffer) - row.length) / buffer
+            else:
+                penalty = -1.0
+            shaped.append(row.reward + penalty)
+        for row, advantage in zip(members, standardised(shaped), strict=True):
+            for d in to_frozen(row, "old"):
+                loss = loss - surrogate(d, advantage, algorithm.clip_low, algorithm.clip_high)
+    return loss / tokens(rows)
+
+
+def rloo(algorithm: RLOO, rows: list[Row], max_tokens: int) -> Tensor:
+    """Mean over rows of -A l, A = R' - mean of the others' R', R' = R - kl_coef * sum_t (old - initial)."""
+    loss = zero()
+    for members in groups_of(rows):
+        rewards = []
+        for row in members:
+            kl = 0.0
+            if algorithm.kl_coef:
+                kl = math.fsum(row.frozen["old"]) - math.fsum(row.frozen["initial"])
+            rewards.append(row.reward - algorithm.kl_coef * kl)
+        for i, row in enumerate(members):
+            others = rewards[:i] + rewards[i + 1 :]
+            advantage = rewards[i] - mean(others) if others else 0.0
+            loss = loss - advantage * sequence(row.live["policy"])
+    return loss / len(rows)
+
+
+def remax(algorithm: ReMax, rows: list[Row], max_tokens: int) -> Tensor:
+    """Mean over the sampled rows of -(R - R of the group's greedy row) l."""
+    learned = [row for row in rows if row.learn]
+    loss = zero()
+    for row in learned:
+        (greedy,) = [r for r in rows if r.group == row.group and not r.learn]
+        loss = loss - (row.reward - greedy.reward) * sequence(row.live["policy"])
+    return loss / len(learned)
+
+
+def reinforce_pp(algorithm: ReinforcePP, rows: list[Row], max_tokens: int) -> Tensor:
+    """-1 / tokens sum of all surrogates, A_t = whitened R - kl_coef * sum_{s >= t} (old_s - initial_s)."""
+    returns = []
+    for row in rows:
+        kl = [0.0] * row.length
+        if algorithm.kl_coef:
+            kl = [old - initial for old, initial in zip(row.frozen["old"], row.frozen["initial"], strict=True)]
+        returns.append([row.reward - algorithm.kl_coef * math.fsum(kl[t:]) for t in range(row.length)])
+    loss = zero()
+    for row, advantages in zip(rows, whitened(returns), strict=True):
+        for d, advantage in zip(to_frozen(row, "old"), advantages, strict=True):
+            loss = loss - surrogate(d, advantage, algorithm.clip, algorithm.clip)
+    return loss / tokens(rows)
+
+
+def reinforce_pp_baseline(algorithm: ReinforcePPBaseline, rows: list[Row], max_tokens: int) -> Tensor:
+    """1 / tokens sum of [-surrogate + kl_coef d^2 / 2], A = whitened R - group mean, each row once a token."""
+    centred = [[row.reward - mean([r.reward for r in rows if r.group == row.group])] * row.length for row in rows]
+    loss = zero()
+    for row, advantages in zip(rows, whitened(centred), strict=True):
+        to_old = to_frozen(row, "old")
+        for t in range(row.length):
+            loss = loss - surrogate(to_old[t], advantages[t], algorithm.clip, algorithm.clip)
+            if algorithm.kl_coef:
+                loss = loss + algorithm.kl_coef * to_frozen(row, "initial")[t] ** 2 / 2
+    return loss / tokens(rows)
+
+
+def gspo(algorithm: GSPO, rows: list[Row], max_tokens: int) -> Tensor:
+    """Mean over rows of -surrogate of the sequence ratio exp(1/|y| sum_t (live - old))."""
+    loss = zero()
+    for members in groups_of(rows):
+        advantages = standardised([row.reward for row in members])
+        for row, advantage in zip(members, advantages, strict=True):
+            log_s = sequence(to_frozen(row, "old")) / row.length
+            loss = loss - surrogate(log_s, advantage, algorithm.clip_low, algorithm.clip_high)
+    return loss / len(rows)
+
+
+def gmpo(algorithm: GMPO, rows: list[Row], max_tokens: int) -> Tensor:
+    """Mean over rows of -A exp(1/|y| sum_t m_t), m_t the log-ratio, cut at +clip if A > 0, at -clip if A < 0."""
+    loss = zero()
+    for members in groups_of(rows):
+        advantages = standardised([row.reward for row in members])
+        for row, advantage in zip(members, advantages, strict=True):
+            cut = []
+            for d in to_frozen(row, "old"):
+                over = (advantage > 0 and d > algorithm.clip) or (advantage < 0 and d < -algorithm.clip)
+                cut.append(torch.full_like(d, math.copysign(algorithm.clip, advantage)) if over else d)
+            loss = loss - advantage * torch.exp(sequence(cut) / row.length)
+    return loss / len(rows)
+
+
+def gpg(algorithm: GPG, rows: list[Row], max_tokens: int) -> Tensor:
+    """-1 / tokens sum of alpha (R - mean) log pi, alpha = rows / rows whose group has different rewards."""
+    groups = groups_of(rows)
+    differing = sum(len(members) for members in groups if len({row.reward for row in members}) > 1)
+    loss = zero()
+    for members in groups:
+        reward_bar = mean([row.reward for row in members])
+        for row in members:
+            if differing:
+                advantage = len(rows) / differing * (row.reward - reward_bar)
+                loss = loss - advantage * sequence(row.live["policy"])
+    return loss / tokens(rows)
+
+
+def cispo(algorithm: CISPO, rows: list[Row], max_tokens: int) -> Tensor:
+    """-1 / tokens sum of sg[min(r, 1 + clip_high)] A log pi."""
+    loss = zero()
+    for members in groups_of(rows):
+        advantages = standardised([row.reward for row in members])
+        for row, advantage in zip(members, advantages, strict=True):
+            for policy, d in zip(row.live["policy"], to_frozen(row, "old"), strict=True):
+                weight = min(math.exp(d.item()), 1 + algorithm.clip_high)
+                loss = loss - weight * advantage * policy
+    return loss / tokens(rows)
+
+
+def raft(algorithm: RAFT, rows: list[Row], max_tokens: int) -> Tensor:
+    """Mean negative log-likelihood over the tokens of kept rows: each prompt's (first) best, or all with R >= 1."""
+    kept = []
+    for members in groups_of(rows):
+        if algorithm.keep == "best":
+            kept.append(max(members, key=lambda row: row.reward))  # the first of several
+        else:
+            kept += [row for row in members if row.reward >= 1]
+    return -sum((sequence(row.live["policy"]) for row in kept), zero()) / max(1, tokens(kept))
+
+
+def dpo(algorithm: DPO, rows: list[Row], max_tokens: int) -> Tensor:
+    """Mean over pairs of -log sigmoid(beta (Delta_best - Delta_worst)); groups of equal rewards have no pair."""
+    losses = []
+    for members in groups_of(rows):
+        best = max(members, key=lambda row: row.reward)
+        worst = min(members, key=lambda row: row.reward)
+        if best.reward == worst.reward:
+            continue
+        margin = sequence(to_frozen(best, "initial")) - sequence(to_frozen(worst, "initial"))
+        losses.append(torch.log(1 + torch.exp(-algorithm.beta * margin)))
+    return sum(losses, zero()) / max(1, len(losses))
 
 
 def sft(algorithm: SFT, rows: list[Row], max_tokens: int) -> Tensor:

@@ -1,0 +1,150 @@
+"""Shipped recipes are right: `covary check --no-model` passes on every one, on real rows where the data are the user's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from covary.algorithms import ALGORITHMS
+from covary.cli import app
+from covary.config import RunConfig, load_recipe, updates_per_rollout, validate
+from covary.rewards import Grader, build_reward
+from covary.rewards.reward import PooledReward
+from covary.types import UserError
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+SMALL = sorted(RECIPES.glob("*.yaml"))
+PAPER = sorted((RECIPES / "paper").glob("*.yaml"))
+ROWS = 40
+
+
+def load(path: Path) -> RunConfig:
+    return validate(load_recipe(path), where=str(path))
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+@pytest.fixture
+def data(shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a few rows in the place of each file that the papers' recipes name.
+
+    MATH500 stands in for Competition Math, of whose test split it is a part: the same columns, real answers.
+    """
+    lines = (shared / "data" / "math500" / "test.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines[: 2 * ROWS]]
+    write(tmp_path / "data" / "competition_math_train.jsonl", rows[:ROWS])
+    write(tmp_path / "data" / "math500_test.jsonl", rows[ROWS:])
+    summaries = [
+        {"prompt": f"Post {i}", "completions": [f"{i}{c}" for c in "abcde"], "rewards": [i, 0.5, -1.0, 2.0, 0.0]}
+        for i in range(ROWS)
+    ]
+    write(tmp_path / "data" / "tldr_samples.jsonl", summaries)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Callable[[Grader], PooledReward]]:
+    """Graders whose worker processes serve every check of this file: starting them takes longer than the rest of it."""
+    built: dict[Grader, PooledReward] = {}
+
+    def build(spec: Grader) -> PooledReward:
+        if spec not in built:
+            built[spec] = build_reward(spec)
+        return built[spec]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PooledReward, "close", lambda self: None)
+        yield build
+    for reward in built.values():
+        reward.close()
+
+
+@pytest.fixture(autouse=True)
+def kept_workers(pools: Callable[[Grader], PooledReward], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("covary.check.build_reward", pools)
+
+
+def check(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """What `covary check --no-model` prints; a mistake raises."""
+    app(["check", str(path), "--no-model"], standalone_mode=False)
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", SMALL, ids=lambda path: path.stem)
+def test_a_small_recipe_passes_its_check(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = check(path, capsys)
+    assert "60 steps of 64 prompts x 8 completions" in out
+    assert "reference answers: 50 of 50 graded rows get reward 1" in out
+    assert "warning" not in out
+
+
+@pytest.mark.parametrize("path", PAPER, ids=lambda path: path.stem)
+def test_a_papers_recipe_passes_its_check(path: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = check(path, capsys)
+    assert "warning" not in out
+    assert f"{ROWS} training" in out
+    if "math" in load(path).task.path:
+        assert f"{ROWS} test rows" in out
+        assert "reference answers: 50 of 50 graded rows get reward 1" in out
+
+
+@pytest.mark.parametrize("path", PAPER, ids=lambda path: path.stem)
+def test_without_its_data_a_papers_recipe_is_a_mistake(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as caught:
+        check(path, capsys)
+    assert load(path).task.path in str(caught.value)
+
+
+def test_every_algorithm_has_a_recipe_of_either_kind() -> None:
+    of = {name: path for path in SMALL for name in [path.stem]} | {"gvpo": RECIPES / "quickstart.yaml"}
+    assert {name for name in of if name != "quickstart"} == set(ALGORITHMS)
+    assert {path.stem for path in PAPER} == {*ALGORITHMS, "gvpo_tldr"}
+    for name, cls in ALGORITHMS.items():
+        assert type(load(of[name]).algorithm) is cls
+        assert type(load(RECIPES / "paper" / f"{name}.yaml").algorithm) is cls
+
+
+def test_a_shipped_recipes_name_is_its_path(capsys: pytest.CaptureFixture[str]) -> None:
+    app(["list", "recipes"], standalone_mode=False)
+    named = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
+    expected = {path.stem: path for path in SMALL} | {f"paper/{path.stem}": path for path in PAPER}
+    assert {name: Path(path) for name, path in named.items()} == expected
+    assert "60 steps of 64 prompts" in check(Path("grpo"), capsys)  # not the paper's
+
+
+def test_small_recipes_differ_in_the_method_only() -> None:
+    """Task, model, budget and learning rate are the quickstart's."""
+    first = load(RECIPES / "quickstart.yaml")
+    on_policy = {"rloo", "remax", "gpg"}  # no importance ratio: one update a rollout
+    for path in SMALL:
+        config = load(path)
+        same = ("seed", "steps", "model", "task", "engine", "reference", "eval", "checkpoint")
+        assert [getattr(config, key) for key in same] == [getattr(first, key) for key in same], path.stem
+        assert config.optimizer.lr == 1e-4
+        assert config.rollout.prompts * config.rollout.completions == 64 * 8
+        assert updates_per_rollout(config) == (1 if path.stem in on_policy else 4)
+
+
+@pytest.mark.parametrize("name", [path.stem for path in PAPER if path.stem not in ("sft", "dpo", "gvpo_tldr")])
+def test_the_papers_setting(name: str) -> None:
+    """GVPO++, Table I: what every method shares, written out."""
+    config = load(RECIPES / "paper" / f"{name}.yaml")
+    assert (config.model.name, config.epochs, config.task.template) == ("Qwen/Qwen2.5-Math-7B", 10, "r1")
+    assert (config.rollout.prompts, config.rollout.completions) == (1024, 5)
+    assert config.rollout.temperature == config.engine.logprob_temperature == 1.0
+    optimizer = config.optimizer
+    assert (optimizer.prompts, optimizer.lr, optimizer.warmup, optimizer.schedule) == (256, 5e-6, 0.05, "constant")
+    # Fields are written out; they are the papers' own, which are the defaults (RAFT keeps right answers: rewards are 0 or 1).
+    own = {"keep": "correct"} if name == "raft" else {}
+    assert config.algorithm == ALGORITHMS[name](**own)
