@@ -29,10 +29,12 @@ slow: .venv/installed-dev
 	$(BIN)/python -m pip install --quiet --upgrade pip
 
 .venv/installed: .venv/bin/python pyproject.toml
+	@echo "installing covary and what it needs into .venv (a minute or more, mostly torch) ..."
 	$(BIN)/python -m pip install --quiet --editable .
 	@touch $@
 
 .venv/installed-dev: .venv/bin/python pyproject.toml
+	@echo "installing covary, what it needs and what its tests need into .venv (a minute or more) ..."
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch .venv/installed $@
 

@@ -107,7 +107,7 @@ def train(
 
 
 def evaluate(
-    model: str,
+    model: str | os.PathLike[str] | Trained,
     task: Any,
     *,
     samples: int = 1,
@@ -122,7 +122,7 @@ def evaluate(
     """Accuracy of a model on a task's test split; see `covary.evaluate.Evaluator` for the metrics.
 
     Args:
-        model: shipped name, folder, hub id, or a run folder (its newest checkpoint).
+        model: shipped name, folder, hub id, a run folder (its newest checkpoint), or what `train` returned.
         task: a recipe's `task` section, an object with `load()` (an instance of one of `covary.tasks.TASKS`), or a
             loaded `Task`.
         samples: sampled completions per question.
@@ -137,7 +137,11 @@ def evaluate(
     Raises:
         UserError: a mistake in what was asked for.
     """
-    name = model_of_run(model)
+    if not isinstance(model, str | os.PathLike | Trained):
+        raise UserError(
+            f"covary.evaluate: model takes a name, a folder, a run folder or what covary.train returned, "
+            f"got {type(model).__name__}"
+        )
     if isinstance(task, Mapping):
         task = validate_task(task, where="covary.evaluate")
     loaded = task if isinstance(task, Task) else _load_task(task)
@@ -147,11 +151,16 @@ def evaluate(
     if grader is None:
         raise UserError(f"task {loaded.name} has no answers to grade by; name a reward")
     template = load_template(getattr(task, "template", None) or Algorithm.template)
-    tokenizer = load_tokenizer(name)
-    check_lengths(loaded.test, template, tokenizer, load_config(name), max_tokens)
-    rollout = TransformersRollout(load_model(name, device=pick_device(device)), tokenizer)
+    if isinstance(model, Trained):
+        policy, tokenizer = model.model, model.tokenizer
+    else:
+        name = model_of_run(str(model))
+        policy, tokenizer = load_model(name, device=pick_device(device)), load_tokenizer(name)
+    check_lengths(loaded.test, template, tokenizer, policy.config, max_tokens)
+    rollout = TransformersRollout(policy, tokenizer)  # pyright: ignore[reportArgumentType]
     rollout.on_progress = on_progress
     sampling = Sampling(max_tokens, temperature, tuple(stop))
+    seed = derive_seed(seed, "eval")  # as in a run of that seed
     evaluator = Evaluator(loaded.name, loaded.test, rollout, grader, template, tokenizer, sampling, samples, seed)
     try:
         metrics, errors = evaluator()
@@ -171,7 +180,7 @@ def start_run(config: RunConfig, function: Callable[..., object] | None, screen:
     folder = Path(config.out or f"runs/{to_dict(config)['algorithm']['name'].rpartition(':')[2]}")
     if folder.exists():
         raise UserError(f"out: {folder} exists; continue it with --resume {folder}, or name another folder (out=...)")
-    config = replace(config, out=str(folder))
+    config = _from_anywhere(replace(config, out=str(folder)))
     recipe = to_yaml(config)
     check_writable("out", folder)
     run = build(resolve(config, function), screen)
@@ -181,6 +190,26 @@ def start_run(config: RunConfig, function: Callable[..., object] | None, screen:
     except OSError as error:
         raise UserError(f"out: {folder} cannot be made ({error})") from error
     return run_and_close(run, None)
+
+
+def _from_anywhere(config: RunConfig) -> RunConfig:
+    """Files of the task, rewards and model by absolute path, so that a resume works from another folder."""
+
+    def absolute(text: Any) -> Any:
+        if not isinstance(text, str):
+            return text
+        file, colon, name = text.rpartition(":") if ".py:" in text else (text, "", "")
+        return f"{Path(file).absolute()}{colon}{name}" if Path(file).exists() else text
+
+    task = config.task
+    files = [name for name in ("path", "test_path", "template") if isinstance(getattr(task, name, None), str)]
+    return replace(
+        config,
+        task=replace(task, **{name: absolute(getattr(task, name)) for name in files}) if files else task,
+        reward=absolute(config.reward),
+        eval=replace(config.eval, reward=absolute(config.eval.reward)),
+        model=replace(config.model, name=absolute(config.model.name)),
+    )
 
 
 def check_writable(what: str, path: Path) -> None:
@@ -357,6 +386,11 @@ def _rollout(config: RunConfig, sampler: RolloutEngine, given: dict[str, list[st
 def build(resolved: Resolved, screen: Screen) -> Run:
     """Load the model and put the run together. What can fail for a user's mistake fails here at the latest."""
     config, task, algorithm = resolved.config, resolved.task, resolved.config.algorithm
+    kind = to_dict(config)["algorithm"]["name"].rpartition(":")[2]
+    screen.say(
+        f"{kind} on {task.name}: {len(task.train)} training and {len(task.test)} test rows, model {config.model.name}, "
+        f"run folder {config.out}"
+    )
     for line in [*warnings_for(config), *task.notes]:
         screen.say(f"note: {line}")
     device = pick_device(config.engine.device)
@@ -516,6 +550,12 @@ def _rewards(
                     f"example {example.id!r} has no completions, which rollout.engine: dataset learns from; "
                     "name their column with task.completion"
                 )
+    if config.rollout.engine != "dataset":
+        for name in ("rewards", "completion"):
+            if getattr(config.task, name, None) is not None:
+                raise UserError(
+                    f"task.{name}: would be ignored, only rollout.engine: dataset learns from given completions"
+                )
     if config.reward is not None and (own or given):
         source = "the algorithm makes its own rewards" if own else "the data bring rewards (task.rewards)"
         raise UserError(f"reward: would be ignored, {source}; leave it out")
@@ -554,6 +594,9 @@ def run_and_close(run: Run, resume: checkpoints.Checkpoint | None) -> Trained:
     rewards = {id(r): r for r in (run.reward, run.evaluator.reward if run.evaluator else None) if r is not None}
     try:
         metrics = run_loop(run, resume)
+    except KeyboardInterrupt:
+        run.screen.say(f"interrupted; go on from the newest checkpoint with: covary train --resume {run.folder}")
+        raise
     finally:
         for reward in rewards.values():
             reward.close()

@@ -18,7 +18,7 @@ from covary.rewards import GRADERS, Grader, build_reward
 from covary.settings import Checkpoint, Log
 from covary.tasks.task import Task
 from covary.train import planned_steps
-from covary.types import Example, UserError
+from covary.types import Example, RunError, UserError
 
 RENDERED = 2
 GRADED = 50
@@ -103,18 +103,22 @@ def _gold(resolved: Resolved) -> Iterator[str]:
     finally:
         reward.close()
     told = [(example, g.value) for example, g in zip(examples, graded, strict=True) if g.value is not None]
+    if not told:
+        reason = next((g.error for g in graded if g.error), "the grader gives none of them a score")
+        yield f"warning: no reference answer could be graded; the first reason: {reason}"
+        return
     wrong = [(example, value) for example, value in told if value < 1]
     yield f"reference answers: {len(told) - len(wrong)} of {len(told)} graded rows get reward 1 ({len(examples)} tried)"
     for example, value in wrong[:3]:
         yield f"{'note' if custom else 'warning'}: the gold answer {example.answer!r} of {example.id} gets reward {value:g}"
-    if told and len(wrong) == len(told) and custom is None:
+    if len(wrong) == len(told) and custom is None:
         raise UserError(f"task {task.name}: its grader accepts none of {len(told)} reference answers")
 
 
 def _tiny_step(resolved: Resolved) -> str:
     """One step on two prompts, in a folder that is thrown away."""
     config = resolved.config
-    k = min(max(config.algorithm.min_group, 2), config.rollout.completions)
+    k = min(max(config.algorithm.min_group, 6), config.rollout.completions)
     tokens = min(TINY_TOKENS, config.rollout.max_tokens)
     with tempfile.TemporaryDirectory() as folder:
         small = replace(
@@ -130,9 +134,14 @@ def _tiny_step(resolved: Resolved) -> str:
         sampling = replace(resolved.sampling, max_tokens=tokens)
         run = build(replace(resolved, config=small, sampling=sampling), Screen(silent=True))
         run.evaluator = None
-        row = run_and_close(run, None).metrics
+        try:
+            row = run_and_close(run, None).metrics
+        except RunError as error:
+            if "without one update" not in str(error):
+                raise
+            row = {}
     if "loss" not in row:
-        return "one tiny step ran, and left no row to learn from (two prompts and a few tokens may be too few)"
+        return "warning: the tiny step left no row to learn from; two prompts and a few tokens may be too few"
     if not math.isfinite(row["loss"]) or row["updates/skipped"]:
         raise UserError(f"the tiny step's loss is {row['loss']:g} and its gradient norm {row['grad_norm']:g}")
     return f"one tiny step ran: loss {row['loss']:.4g}, gradient norm {row['grad_norm']:.4g}"

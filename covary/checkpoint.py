@@ -138,6 +138,7 @@ def save(
             json.dumps({**state, "step": step, "random": _random_numbers()}), encoding="utf-8"
         )
         for path in partial.rglob("*"):
+            path.chmod(0o644)  # safetensors makes files for their owner alone
             _sync(path)
         _sync(partial)
         if final.exists():  # not complete, or it would be the one that was resumed from

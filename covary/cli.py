@@ -23,6 +23,24 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+
+def _version(asked: bool) -> None:
+    if asked:
+        from covary import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit()
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Post-training of language models: GVPO and what it compares to."""
+
+
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, such as algorithm.beta=0.2 steps=12")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Plain lines, no progress bars.")]
 
@@ -78,9 +96,11 @@ def evaluate(
     ],
     samples: Annotated[int, typer.Option("-n", "--samples", min=1, help="Completions per question.")] = 1,
     temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 1.0,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Token limit per completion.")] = 256,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Token limit per completion; default: the recipe's, else 256.")
+    ] = None,
     stop: Annotated[list[str] | None, typer.Option(help="A text that ends a completion; may be repeated.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampling; default: the recipe's, else 0.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the metrics to this file.")] = None,
     quiet: Quiet = False,
 ) -> None:
@@ -97,15 +117,15 @@ def evaluate(
 
     screen = Screen(quiet)
     metrics: dict[str, float] = {}
-    for one in tasks:
+    for one, limits in tasks:
         found = api.evaluate(
             model,
             one,
             samples=samples,
             temperature=temperature,
-            max_tokens=max_tokens,
-            stop=stop or (),
-            seed=seed,
+            max_tokens=max_tokens or limits.get("max_tokens", 256),
+            stop=stop or limits.get("stop", ()),
+            seed=limits.get("seed", 0) if seed is None else seed,
             on_progress=screen.completions,
         )
         if found.keys() & metrics.keys():
@@ -189,15 +209,21 @@ def _recipe_path(name: str) -> Path:
     return path if path.exists() else _recipe_files().get(name, path)
 
 
-def _task(name: str) -> Any:
-    """A task family's object from a recipe, a data file, or a Reasoning Gym task's name."""
+def _task(name: str) -> tuple[Any, dict[str, Any]]:
+    """A task family's object from a recipe, a data file, or a Reasoning Gym task's name; and the recipe's limits."""
     if name.endswith((".yaml", ".yml")) or name in _recipe_files():
-        return _config(name, []).task
+        config = _config(name, [])
+        limits = {
+            "max_tokens": config.eval.max_tokens or config.rollout.max_tokens,
+            "stop": config.rollout.stop,
+            "seed": config.seed,
+        }
+        return config.task, limits
     from covary.tasks import TASKS
 
     if name.endswith((".jsonl", ".json")):
-        return TASKS["jsonl"](path=name, test_path=name, train=0)
-    return TASKS["reasoning_gym"](tasks={name: {}}, train=0)
+        return TASKS["jsonl"](path=name, test_path=name, train=0), {}
+    return TASKS["reasoning_gym"](tasks={name: {}}, train=0), {}
 
 
 def _algorithms() -> list[str]:

@@ -302,7 +302,11 @@ def _named_class(section: str, value: Any, problems: list[str]) -> type | None:
     if value is None:
         problems.append(f"{section}: is required; {section}.name takes one of {valid}")
     elif not isinstance(value, Mapping):
-        problems.append(f"{section}: takes a mapping with a name (one of {valid}) and its settings, got {_got(value)}")
+        hint = f"; write {value.__name__}()" if isinstance(value, type) else ""
+        problems.append(
+            f"{section}: takes a mapping with a name (one of {valid}) and its settings, or an instance of a frozen "
+            f"dataclass, got {_got(value)}{hint}"
+        )
     elif value.get("name") is None:
         problems.append(f"{section}.name: is required; one of {valid}")
     elif not isinstance(value["name"], str):
@@ -329,6 +333,9 @@ def _users_class(section: str, name: str, problems: list[str]) -> type | None:
         problems.append(str(error))
         return None
     needed = "load" if section == "task" else "loss"
+    if isinstance(cls, type) and "__dataclass_fields__" not in vars(cls):
+        problems.append(f"{section}.name: {name} lacks its own @dataclass(frozen=True), so its fields would not count")
+        return None
     if isinstance(cls, type) and dataclasses.is_dataclass(cls) and callable(getattr(cls, needed, None)):
         return cls
     problems.append(f"{section}.name: {name} is no dataclass with a method `{needed}`")

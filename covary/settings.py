@@ -132,7 +132,7 @@ class Eval:
 class Checkpoint:
     """When the run can be resumed from; the end is always kept."""
 
-    every: PositiveInt | None = None
+    every: PositiveInt | None = 50
     """Steps between checkpoints. None: only at the end."""
     keep_last: PositiveInt | Literal[-1] = 2
     """Newest checkpoints that stay on disk; -1 keeps all."""

@@ -155,7 +155,8 @@ def train(run: Run, resume: checkpoints.Checkpoint | None = None) -> dict[str, f
         log.rewind(0, 0)  # a folder whose run ended before its first checkpoint
         row = {"step": 0, **_evaluate(run)}
         log.metrics(row)
-        run.screen.say(step_line(row, run.steps))
+        if run.evaluator is not None:
+            run.screen.say(step_line(row, run.steps))
     sampler = Sampler(run.examples, run.seed, progress.position)
 
     with run.screen.bar("training", run.steps) as bar:
@@ -175,6 +176,8 @@ def train(run: Run, resume: checkpoints.Checkpoint | None = None) -> dict[str, f
                 row = row | _evaluate(run)
             log.metrics(row)
             run.screen.say(step_line(row, run.steps))
+    if progress.updates == 0:
+        raise RunError("the run ended without one update: no step had a row to learn from (see the warnings above)")
     for line in summary(log.first(), row):
         run.screen.say(line)
     return row

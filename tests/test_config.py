@@ -267,7 +267,7 @@ def test_a_task_and_an_algorithm_are_required():
     assert message("algorithm=") == f"algorithm: is required; algorithm.name takes one of {names}"
     assert message("algorithm={beta: 1}") == f"algorithm.name: is required; one of {names}"
     assert message("algorithm=gvpo") == (
-        f"algorithm: takes a mapping with a name (one of {names}) and its settings, got the text 'gvpo'"
+        f"algorithm: takes a mapping with a name (one of {names}) and its settings, or an instance of a frozen dataclass, got the text 'gvpo'"
     )
     assert message("algorithm.name=3") == f"algorithm.name: takes one of {names}, got 3"
     assert message("task={name: reasoning_gym}") == (

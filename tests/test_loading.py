@@ -66,7 +66,7 @@ def test_wrong_configurations_and_names(tmp_path):
         load_model(str(tmp_path / "empty"))
     with pytest.raises(UserError, match=r"no folder \./nothere"):
         model_path("./nothere")
-    with pytest.raises(UserError, match="no tokenizer for"):
+    with pytest.raises(UserError, match="folder with a tokenizer"):
         load_tokenizer("nobody/nowhere", offline=True)
     with pytest.raises(UserError, match="no configuration was found"):
         load_config("nobody/nowhere", offline=True)

@@ -3,8 +3,8 @@
     A_i = R_i - mean
     L = - 1 / (rows * max_tokens) * sum_i sum_t min(r A, clip(r, 1 - eps, 1 + eps) A)
 
-The constant length is the rollout's token limit and rows are counted, as in TRL; verl's
-"seq-mean-token-sum-norm" leaves the number of rows out. No KL term (the paper's setting).
+The constant length is the rollout's token limit and rows are counted, as in TRL and in verl from 0.7.1 on;
+earlier, verl's "seq-mean-token-sum-norm" left the number of rows out. No KL term (the paper's setting).
 """
 
 from __future__ import annotations

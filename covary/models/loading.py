@@ -30,9 +30,14 @@ def model_path(name: str) -> str:
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise UserError(f"model.name: folder {name} has no config.json, so it is no Hugging Face model folder")
+            runs = (
+                f"; a run's models are the folders below {name}/checkpoints" if (path / "checkpoints").is_dir() else ""
+            )
+            raise UserError(
+                f"model.name: folder {name} has no config.json, so it is no Hugging Face model folder{runs}"
+            )
         return str(path)
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise UserError(f"model.name: no folder {name} and no shipped model of that name ({', '.join(SHIPPED)})")
     return name
 
@@ -40,7 +45,7 @@ def model_path(name: str) -> str:
 def load_tokenizer(name: str, trust_remote_code: bool = False, *, offline: bool = False) -> Any:
     """The tokenizer of a model; `offline` asks no hub (a hub id is then found in the local cache only)."""
     path = model_path(name)
-    with _explained(f"model.name: no tokenizer for {name!r}"):
+    with _explained(f"model.name: {name!r} is no shipped model ({', '.join(SHIPPED)}) or folder with a tokenizer"):
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=offline)
 
 

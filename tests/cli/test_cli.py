@@ -85,6 +85,12 @@ def test_train_resume_export_and_eval(call, recipe, tmp_path):
         )
         assert code == 0, err
         assert "eval/chain_sum/accuracy" in out
+    in_run = {k: v for k, v in metrics(tmp_path / "run")[-1].items() if k.startswith("eval/")}
+    code, _, err = call("eval", "run", "--task", recipe, "--json", "same.json", "--quiet")
+    assert code == 0, err
+    assert (
+        json.loads((tmp_path / "same.json").read_text()) == in_run
+    )  # the same limits, seed and sampling as in the run
     exported, run = (json.loads((tmp_path / f"{n}.json").read_text()) for n in ("exported", "run"))
     assert exported == run
     assert exported["eval/chain_sum/pass@2"] >= exported["eval/chain_sum/accuracy"]
@@ -133,6 +139,30 @@ def test_check_reports_a_grader_that_refuses_the_gold_answers(call, recipe, tmp_
     assert "note: the gold answer 'a'" in out
 
 
+def test_version(call):
+    from covary import __version__
+
+    assert call("--version")[1].strip() == __version__
+
+
+def test_a_run_can_be_resumed_from_another_folder(call, recipe, tmp_path, monkeypatch):
+    (tmp_path / "data.jsonl").write_text('{"prompt": "a", "answer": "1"}\n{"prompt": "b", "answer": "2"}\n')
+    (tmp_path / "mine.py").write_text("def score(completion, answer):\n    return float(len(completion))\n")
+    code, _, err = call("train", recipe, "out=run", "task={name: jsonl, path: data.jsonl}", "reward=mine.py:score")
+    assert code == 0, err
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    code, _, err = call("train", "--resume", "../run", "steps=3", "--quiet")
+    assert code == 0, err
+
+
+def test_given_completions_that_would_be_ignored_are_refused(call, recipe, tmp_path):
+    (tmp_path / "data.jsonl").write_text('{"prompt": "a", "answer": "1", "text": "x"}\n')
+    code, _, err = call("check", recipe, "--no-model", "task={name: jsonl, path: data.jsonl, completion: text}")
+    assert code == 2
+    assert "task.completion: would be ignored" in err
+
+
 def test_list(call):
     for what, word in (("algorithms", "gvpo"), ("tasks", "jsonl"), ("rewards", "math"), ("recipes", "quickstart")):
         code, out, _ = call("list", what)
@@ -159,7 +189,7 @@ LONG = "x " * 300
         (["rollout.max_tokens=250"], "more than the model's context of 256"),
         ([f"task.instruction={LONG}"], "more than the model's context of 256"),
         (["model.name=./missing"], "model.name: no folder ./missing"),
-        (["model.name=tinny"], "no shipped model of that name (tiny)"),
+        (["model.name=tinny"], "'tinny' is no shipped model (tiny) or folder"),
         (["task.tasks={chain_summ: {}}"], "chain_sum"),
         (["task.template=chatt"], "did you mean chat?"),
         (["reward=mth"], "did you mean 'math'?"),

@@ -41,8 +41,7 @@ def test_a_sweep_runs_resumes_and_tabulates(call, recipe, tmp_path):  # noqa: F8
     for name, point in results.items():
         assert point["seeds"] == [1]
         last = [
-            json.loads((folder / f"{name}-seed{seed}" / "metrics.jsonl").read_text().splitlines()[-1])
-            for seed in (1,)
+            json.loads((folder / f"{name}-seed{seed}" / "metrics.jsonl").read_text().splitlines()[-1]) for seed in (1,)
         ]
         assert point["values"] == [row["eval/chain_sum/reward"] for row in last]
         assert f"| {name} | {point['mean']:.3f} |" in out

@@ -10,7 +10,7 @@ import torch
 
 from covary.batch import Algorithm
 from covary.ops import all_equal, center, group_sum, masked_sum
-from covary.types import Request, Score, Stream
+from covary.types import Request, RunError, Score, Stream
 from tests.loop.mini import Sums, metrics, rollouts, run
 
 
@@ -101,10 +101,11 @@ def fails_once(completion: str, answer: str | None) -> float:
 
 
 def test_select_that_drops_everything_is_no_failure_of_the_reward(tmp_path):
-    run(
-        tmp_path, algorithm=KeepsTheUnsettled(), reward=fails_once,
-        rollout={"prompts": 4, "completions": 2, "max_tokens": 6, "max_regenerations": 40},
-    )  # fmt: skip
+    with pytest.raises(RunError, match="without one update"):
+        run(
+            tmp_path, algorithm=KeepsTheUnsettled(), reward=fails_once,
+            rollout={"prompts": 4, "completions": 2, "max_tokens": 6, "max_regenerations": 40},
+        )  # fmt: skip
     for row in metrics(tmp_path / "run")[1:]:
         assert row["groups/deselected"] > 20
         assert "loss" not in row

@@ -367,12 +367,12 @@ def test_a_resume_needs_the_same_data(tmp_path):
 def test_a_step_that_teaches_nothing_is_not_silent(tmp_path, capsys, changes, message):
     import re
 
+    said = ""
     try:
         run(tmp_path, **changes)
-        said = capsys.readouterr().out
     except RunError as error:
         said = str(error)
-    assert re.search(message, said)
+    assert re.search(message, said + capsys.readouterr().out)
 
 
 def test_an_evaluation_that_cannot_grade_says_why(tmp_path, capsys):
@@ -401,7 +401,8 @@ def test_rows_that_all_leave_before_the_update_do_not_crash(tmp_path, capsys):
         def features(self, example, completion):
             return {"z": float("nan")}
 
-    run(tmp_path, algorithm=NotANumber())
+    with pytest.raises(RunError, match="without one update"):
+        run(tmp_path, algorithm=NotANumber())
     assert metrics(tmp_path / "run")[1]["rows/invalid"] == 16
     assert "step 1 had no row to learn from" in capsys.readouterr().out
 
@@ -485,7 +486,8 @@ except RunError as error:
 
 
 def test_rewards_that_are_none_for_all_are_warned_of_once_and_teach_nothing(tmp_path, capsys):
-    run(tmp_path, reward=lambda completion, answer: None)
+    with pytest.raises(RunError, match="without one update"):
+        run(tmp_path, reward=lambda completion, answer: None)
     said = capsys.readouterr().out
     assert (
         said.count("warning: 16 of 16 completions could not be scored and left; the first: the reward gave None") == 1
