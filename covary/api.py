@@ -551,7 +551,7 @@ def _rewards(
                     "name their column with task.completion"
                 )
     if config.rollout.engine != "dataset":
-        for name in ("rewards", "completion"):
+        for name in ("rewards", "completion", "chosen"):
             if getattr(config.task, name, None) is not None:
                 raise UserError(
                     f"task.{name}: would be ignored, only rollout.engine: dataset learns from given completions"

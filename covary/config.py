@@ -34,7 +34,7 @@ from pydantic import ConfigDict, PositiveFloat, PositiveInt, TypeAdapter, Valida
 
 from covary.objects import is_object_name, load_object, name_of
 from covary.settings import Checkpoint, Engine, Eval, Log, Model, Optimizer, Rollout, Text
-from covary.types import UserError
+from covary.types import Example, UserError
 
 if TYPE_CHECKING:
     from covary.batch import Algorithm
@@ -448,9 +448,10 @@ def _conflicts(built: Mapping[str, Any]) -> Iterator[str]:
     if algorithm is None:
         return
     name = _name_of("algorithm", algorithm)
-    if rollout and rollout.completions < algorithm.min_group:
+    if rollout and not _enough(algorithm, rollout.completions):
+        least = next((k for k in range(1, 65) if _enough(algorithm, k)), 65)
         yield (
-            f"rollout.completions: {name} needs at least {algorithm.min_group} completions per prompt, "
+            f"rollout.completions: {name} needs at least {least} completions per prompt, "
             f"got rollout.completions: {rollout.completions}"
         )
     if rollout and algorithm.offline and rollout.engine != "dataset":
@@ -481,6 +482,14 @@ def _conflicts(built: Mapping[str, Any]) -> Iterator[str]:
         yield f"reward: would be ignored, {name} trains without a reward; to grade evaluation set eval.reward"
     if built.get("reference") is not None and not _reads_reference(algorithm):
         yield f"reference: would be ignored, {name} reads no reference model"
+
+
+def _enough(algorithm: Algorithm, k: int) -> bool:
+    """Whether a plan for k completions leaves enough rows to learn from."""
+    from numpy.random import default_rng
+
+    (plan,) = algorithm.plan([Example("plan", "")], k, default_rng(0))
+    return sum(request.count for request in plan if request.learn) >= max(1, algorithm.min_group)
 
 
 def _reads_reference(algorithm: Algorithm) -> bool:

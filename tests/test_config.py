@@ -13,7 +13,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from covary.algorithms import GVPO
+from covary.algorithms import ALGORITHMS, GVPO
 from covary.config import (
     RESUMABLE,
     RunConfig,
@@ -252,18 +252,18 @@ def test_misspelled_and_misplaced_keys_are_reported_together():
 
 def test_unknown_names_of_algorithms_and_tasks():
     assert message("algorithm.name=gpvo") == (
-        "algorithm.name: unknown algorithm 'gpvo'; did you mean gvpo? valid names: gvpo, grpo, dr_grpo, sft, or your own as path/to/file.py:Class"
+        f"algorithm.name: unknown algorithm 'gpvo'; did you mean gvpo? valid names: {', '.join(ALGORITHMS)}, or your own as path/to/file.py:Class"
     )
     assert message("task.name=json") == (
         "task.name: unknown task 'json'; did you mean jsonl? valid names: reasoning_gym, jsonl, or your own as path/to/file.py:Class"
     )
     assert message("algorithm.name=zzz") == (
-        "algorithm.name: unknown algorithm 'zzz'; valid names: gvpo, grpo, dr_grpo, sft, or your own as path/to/file.py:Class"
+        f"algorithm.name: unknown algorithm 'zzz'; valid names: {', '.join(ALGORITHMS)}, or your own as path/to/file.py:Class"
     )
 
 
 def test_a_task_and_an_algorithm_are_required():
-    names = "gvpo, grpo, dr_grpo, sft"
+    names = ", ".join(ALGORITHMS)
     assert message("algorithm=") == f"algorithm: is required; algorithm.name takes one of {names}"
     assert message("algorithm={beta: 1}") == f"algorithm.name: is required; one of {names}"
     assert message("algorithm=gvpo") == (
@@ -453,7 +453,9 @@ def test_built_objects_are_taken_and_checked():
     built = validate(recipe() | {"task": task, "algorithm": Mine(beta=0.3)}, where="train")
     assert built.task is task
     assert built.algorithm == Mine(beta=0.3)
-    assert to_dict(built)["algorithm"] == {"name": f"{__file__}:Mine", "beta": 0.3}
+    assert to_dict(built)["algorithm"] == {
+        "name": f"{__file__}:Mine", "beta": 0.3, "terms": ("covariance", "variance"), "entropy_coef": 0.0,
+    }  # fmt: skip
     with pytest.raises(UserError, match="Mine needs at least 3 completions per prompt"):
         validate(recipe("rollout.completions=2") | {"algorithm": Mine()}, where="train")
 
@@ -468,7 +470,9 @@ def test_the_resolved_recipe_spells_out_every_setting(tmp_path: Path):
         "out", "seed", "steps", "epochs", "model", "task", "reward", "algorithm", "rollout", "optimizer",
         "engine", "reference", "teacher", "eval", "checkpoint", "log", "doctor",
     ]  # fmt: skip
-    assert resolved["algorithm"] == {"name": "gvpo", "beta": 0.2}
+    assert resolved["algorithm"] == {
+        "name": "gvpo", "beta": 0.2, "terms": ["covariance", "variance"], "entropy_coef": 0.0,
+    }  # fmt: skip
     assert resolved["optimizer"]["max_grad_norm"] == 1.0
     assert resolved["optimizer"]["betas"] == [0.9, 0.999]
     assert validate(resolved, where="x") == built
@@ -548,6 +552,8 @@ def test_changed_keys_are_dotted():
     assert changed_keys(a, c) == [
         "algorithm.name",
         "algorithm.beta",
+        "algorithm.terms",
+        "algorithm.entropy_coef",
         "algorithm.clip",
         "algorithm.kl_coef",
     ]

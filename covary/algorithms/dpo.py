@@ -49,15 +49,18 @@ class DPO(Algorithm):
     def loss(self, scores: Scores, batch: Batch) -> Float[Tensor, ""]:
         """Mean over pairs of the logistic loss; 0 where there is no pair."""
         per_pair = -logsigmoid(self.beta * self._margin(scores, batch))
-        return (per_pair * group_sum(batch["pairs"], batch.group)).sum() / max(1.0, batch.total("pairs"))
+        return (per_pair * self._whole(batch)).sum() / max(1.0, batch.total("pairs"))
 
     def metrics(self, scores: Scores, batch: Batch) -> dict[str, float]:
         """Share of pairs in which the chosen completion has the larger implicit reward, and the mean margin."""
-        paired = group_sum(batch["pairs"], batch.group) > 0
-        margin = self.beta * self._margin(scores, batch)[paired]
+        margin = self.beta * self._margin(scores, batch)[self._whole(batch) > 0]
         if not len(margin):
             return {}
         return {"dpo/accuracy": float((margin > 0).float().mean()), "dpo/margin": float(margin.mean())}
+
+    def _whole(self, batch: Batch) -> Float[Tensor, " G"]:
+        """1 for groups that have both rows of their pair: one may have left for a log-prob that is not finite."""
+        return (group_sum(batch["side"].abs(), batch.group) == 2).float()
 
     def _margin(self, scores: Scores, batch: Batch) -> Float[Tensor, " G"]:
         """Log-ratio of the chosen row minus that of the rejected one, in nats."""

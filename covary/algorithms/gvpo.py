@@ -80,7 +80,7 @@ class GVPO(Algorithm):
         return loss
 
     def metrics(self, scores: Scores, batch: Batch) -> dict[str, float]:
-        """The three terms, averaged over groups, and the largest |beta * Delta|, all in units of reward."""
+        """The three terms of the loss, averaged over groups, and the largest |beta * Delta|, in units of reward."""
         delta = log_ratio(scores["policy"], batch["reference"], batch.mask).sum(-1)
         named = {f"gvpo/{name}": float(value.mean()) for name, value in self._terms(scores, batch).items()}
         return {**named, "gvpo/max_implicit_reward": float((self.beta * delta).abs().max())}

@@ -37,6 +37,8 @@ class Jsonl:
         completion: column with given completions for methods that learn from data: a text, an
             assistant message, or a list of them, one per completion.
         rewards: column with the rewards of those completions: a number or a list.
+        chosen: column with the preferred completion of a pair (text or assistant message), reward 1.
+        rejected: column with the other one, reward 0.
         grader: what compares a completion with the answer.
         extract: how the answer is read from a completion before that.
         train: at most so many training rows (drawn by seed, kept in file order); all by default.
@@ -56,6 +58,8 @@ class Jsonl:
     answer: str | None = None
     completion: str | None = None
     rewards: str | None = None
+    chosen: str | None = None
+    rejected: str | None = None
     grader: Literal["exact", "math"] = "math"
     extract: ExtractorName = "none"
     train: int | None = None
@@ -70,6 +74,10 @@ class Jsonl:
     def __post_init__(self) -> None:
         check_examples(self.examples)
         check_sizes(train=self.train, test=self.test)
+        if (self.chosen is None) != (self.rejected is None) or (
+            self.chosen is not None and self.completion is not None
+        ):
+            raise UserError("chosen: goes together with rejected, and without completion and rewards")
         if self.rewards is not None and self.completion is None:
             raise UserError("rewards: names the rewards of given completions, so completion is needed too")
         for name in ("instruction", "examples", "system"):
@@ -141,8 +149,10 @@ class Jsonl:
         if not rows:
             raise UserError(f"{path}: holds no rows")
         answer = self.answer or (_DEFAULT_ANSWER if any(_DEFAULT_ANSWER in row for _, row in rows) else None)
-        offline = self.completion is not None and (learn or any(self.completion in row for _, row in rows))
-        names = [self.prompt, answer, *((self.completion, self.rewards) if offline else ())]
+        given = self.completion or self.chosen
+        offline = given is not None and (learn or any(given in row for _, row in rows))
+        offline_columns = (self.completion, self.rewards, self.chosen, self.rejected) if offline else ()
+        names = [self.prompt, answer, *offline_columns]
         used = [name for name in names if name is not None]
         return [
             self._example(row, id, f"{path}, line {line}", used, answer, offline)
@@ -160,6 +170,9 @@ class Jsonl:
             completions = _completions(row[self.completion], f"{where}, column {self.completion!r}")
             if self.rewards is not None:
                 rewards = _rewards(row[self.rewards], len(completions), f"{where}, column {self.rewards!r}")
+        if offline and self.chosen is not None and self.rejected is not None:
+            pair = [_completions(row[name], f"{where}, column {name!r}") for name in (self.chosen, self.rejected)]
+            completions, rewards = [pair[0][-1], pair[1][-1]], [1.0, 0.0]
         return Example(
             id=id,
             prompt=self._prompt(row[self.prompt], f"{where}, column {self.prompt!r}"),

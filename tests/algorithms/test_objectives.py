@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -16,7 +17,9 @@ from torch import Tensor
 
 from covary import ops
 from covary.algorithms import (
+    CISPO,
     DAPO,
+    DPO,
     GMPO,
     GRPO,
     GSPO,
@@ -63,6 +66,37 @@ def entropy(logps: Tensor) -> Tensor:
 def kl(p: Tensor, q: Tensor) -> Tensor:
     """KL(p || q) of log-probs."""
     return (p.exp() * (p - q)).sum()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: GVPO(beta=0.0), "beta takes a number above 0, got 0.0"),
+        (lambda: GVPO(terms=(), entropy_coef=-1.0), "entropy_coef takes a number from 0 on, got -1.0"),
+        (lambda: GVPO(entropy_coef=0.1), "in place of the term variance"),
+        (lambda: RLOO(kl_coef=-0.1), "kl_coef takes a number from 0 on, got -0.1"),
+        (lambda: ReinforcePP(kl_coef=-0.1), "kl_coef takes a number from 0 on, got -0.1"),
+        (lambda: ReinforcePP(clip=1.0), "lower clip takes a number between 0 and 1, got 1.0"),
+        (lambda: ReinforcePPBaseline(kl_coef=-0.1), "kl_coef takes a number from 0 on, got -0.1"),
+        (lambda: ReinforcePPBaseline(clip=0.0), "lower clip takes a number between 0 and 1, got 0.0"),
+        (lambda: DAPO(clip_high=0.0), "upper clip takes a number above 0, got 0.0"),
+        (lambda: DAPO(overlong_share=1.0), "overlong_share takes a number from 0 and below 1, got 1.0"),
+        (lambda: GSPO(clip_low=1.5), "lower clip takes a number between 0 and 1, got 1.5"),
+        (lambda: GMPO(clip=0.0), "clip takes a number above 0, got 0.0"),
+        (lambda: CISPO(clip_high=0.0), "clip_high takes a number above 0, got 0.0"),
+        (lambda: DPO(beta=-0.1), "beta takes a number above 0, got -0.1"),
+    ],
+)
+def test_wrong_settings_are_refused(make: Callable[[], Algorithm], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make()
+
+
+@pytest.mark.xfail(strict=True, reason="GVPO takes any words as terms, and adds one named twice twice")
+@pytest.mark.parametrize("terms", [("variance", "variance"), ("entropy",)], ids="+".join)
+def test_terms_that_are_none_are_refused(terms: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match="terms"):
+        GVPO(terms=terms)  # type: ignore[arg-type]
 
 
 class TestP9Ablations:

@@ -14,6 +14,7 @@ from covary.algorithms import ALGORITHMS
 from covary.api import build, resolve
 from covary.config import validate
 from covary.log import Screen
+from covary.types import UserError
 from tests.loop.mini import Sums, comparable, metrics, rollouts, run, vowels
 from tests.models import random_llama, save_random_model
 
@@ -136,6 +137,12 @@ def test_remax_learns_from_samples_against_their_greedy_row(tmp_path):
             assert greedy["weight"] is None
             for sample in samples:
                 assert sample["weight"] == pytest.approx(sample["reward"] - greedy["reward"], abs=1e-6)
+
+
+@pytest.mark.xfail(strict=True, reason="config.py counts rows that are never learned from towards min_group")
+def test_remax_of_one_completion_has_nothing_to_learn_from(tmp_path):
+    with pytest.raises(UserError, match=r"rollout\.completions"):
+        run(tmp_path, algorithm={"name": "remax"}, rollout={"prompts": 4, "completions": 1, "max_tokens": 6})
 
 
 def test_dpo_from_the_best_and_the_worst_of_a_group(tmp_path):

@@ -79,6 +79,38 @@ def test_gvpo_learns_from_completions_and_rewards_of_a_file(tmp_path):
     assert 0.1 * (gap[0] - gap[1]) == pytest.approx(1.0, abs=0.3)
 
 
+def test_dpo_learns_from_chosen_and_rejected_columns(tmp_path):
+    """The ecosystem's preference format: texts, or conversations that end with the assistant's message."""
+    path = tmp_path / "pairs.jsonl"
+    rows = [
+        {"prompt": "say a", "chosen": "good", "rejected": "bad"},
+        {
+            "prompt": [{"role": "user", "content": "say b"}],
+            "chosen": [{"role": "assistant", "content": "good"}],
+            "rejected": [{"role": "assistant", "content": "bad"}],
+        },
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = {"name": "jsonl", "path": str(path), "chosen": "chosen", "rejected": "rejected"}
+    run(
+        tmp_path, algorithm={"name": "dpo"}, reward=None, steps=30, task=task,
+        rollout={"engine": "dataset", "prompts": 2, "max_tokens": 8}, optimizer={"lr": 3e-3},
+    )  # fmt: skip
+    first, last = metrics(tmp_path / "run")[1], metrics(tmp_path / "run")[-1]
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-4)  # the policy is still the initial one
+    assert first["dpo/margin"] == pytest.approx(0, abs=1e-4)
+    assert last["loss"] < 0.3
+    assert last["dpo/accuracy"] == 1.0
+    for changes in ({"rejected": None}, {"completion": "chosen"}):
+        with pytest.raises(UserError, match="goes together with rejected"):
+            run(tmp_path, algorithm={"name": "dpo"}, reward=None, task={**task, **changes}, out=str(tmp_path / "x"))
+
+
+def test_methods_whose_plan_leaves_too_few_rows_are_refused(tmp_path):
+    with pytest.raises(UserError, match="remax needs at least 2 completions per prompt"):
+        run(tmp_path, algorithm={"name": "remax"}, rollout={"prompts": 4, "completions": 1, "max_tokens": 4})
+
+
 def test_which_grader_evaluates(tmp_path):
     """The task's own by default, whatever the training reward; `eval.reward` replaces it."""
     a, b = tmp_path / "a", tmp_path / "b"
