@@ -49,14 +49,14 @@ class DAPO(Algorithm):
 
     def prepare(self, batch: Batch, reduce: Reduce) -> dict[str, Tensor]:
         """Shaped rewards standardised within their group."""
-        shaped = batch.rewards + self.overlong_penalty(batch.mask.sum(-1), batch.max_tokens)
+        shaped = batch.rewards + self.overlong_penalty(batch.mask.sum(-1).to(batch.rewards.dtype), batch.max_tokens)
         return {"advantage": standardise(shaped, batch.group, eps=1e-6)}
 
     def overlong_penalty(self, length: Tensor, max_tokens: int) -> Tensor:
         """0 up to max_tokens - buffer, then linearly down to -1 at max_tokens (eq. 13)."""
         buffer = self.overlong_share * max_tokens
         if buffer == 0:
-            return torch.zeros_like(length, dtype=torch.float32)
+            return torch.zeros_like(length)
         return ((max_tokens - buffer - length) / buffer).clamp(-1, 0)
 
     def loss(self, scores: Scores, batch: Batch) -> Float[Tensor, ""]:

@@ -56,6 +56,8 @@ class GVPO(Algorithm):
     def __post_init__(self) -> None:
         if not self.beta > 0:
             raise ValueError(f"beta takes a number above 0, got {self.beta}")
+        if len(set(self.terms)) < len(self.terms):
+            raise ValueError(f"terms takes each name at most once, got {', '.join(self.terms)}")
         if not self.entropy_coef >= 0:
             raise ValueError(f"entropy_coef takes a number from 0 on, got {self.entropy_coef}")
         if self.entropy_coef > 0 and "variance" in self.terms:

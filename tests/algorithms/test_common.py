@@ -160,9 +160,6 @@ def test_every_algorithm_is_in_the_battery() -> None:
 
 @named(
     CASES,
-    broken={
-        "dapo-clip_low=0.1-clip_high=0.4-overlong_share=0.7": "the length penalty is float32 whatever the rewards are"
-    },
 )
 @battery
 @given(layouts())

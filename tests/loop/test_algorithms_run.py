@@ -139,7 +139,6 @@ def test_remax_learns_from_samples_against_their_greedy_row(tmp_path):
                 assert sample["weight"] == pytest.approx(sample["reward"] - greedy["reward"], abs=1e-6)
 
 
-@pytest.mark.xfail(strict=True, reason="config.py counts rows that are never learned from towards min_group")
 def test_remax_of_one_completion_has_nothing_to_learn_from(tmp_path):
     with pytest.raises(UserError, match=r"rollout\.completions"):
         run(tmp_path, algorithm={"name": "remax"}, rollout={"prompts": 4, "completions": 1, "max_tokens": 6})
