@@ -6,6 +6,7 @@ import random
 from copy import deepcopy
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
@@ -186,7 +187,13 @@ def test_gradient_does_not_depend_on_micro_batches(name):
         frozen = LocalEngine(old, frozen={"initial": deepcopy(old)})
         engine = LocalEngine(model, frozen={"initial": deepcopy(old)}, micro_batch_tokens=limit)
         groups = make_groups()
+        (plan,) = algorithm.plan([Example("plan", "")], 3, np.random.default_rng(0))
+        if not all(request.learn for request in plan):
+            for group in groups:
+                group.completions[-1].learn = False  # a baseline row: it feeds prepare and leaves
         batch = prepared(engine if current else frozen, groups, algorithm, current)
+        rows = batch.learn.nonzero().squeeze(1).tolist()
+        groups, batch = take_rows(groups, rows), batch.take(rows)
         scores = engine.forward_backward(groups, batch, algorithm)
         gradients.append(gradient(model))
         losses.append(float(algorithm.loss(scores, batch)))
