@@ -15,115 +15,25 @@ import torch
 from torch import Tensor
 
 from covary.algorithms import GVPO
-from covary.batch import Batch
 from tests.algorithms.helpers import make_batch
-
-BETA = 0.3
-ATOMS = 6
-ALGORITHM = GVPO(beta=BETA)
-REWARDS = torch.tensor([0.0, 1.0, 0.3, 0.7, 0.1, 0.5], dtype=torch.float64)
-
-Tree = list[tuple[int, ...]]
-
-
-def logits(seed: int, n: int = ATOMS) -> Tensor:
-    return torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-REFERENCE = logits(0).log_softmax(-1)
-SAMPLERS = {
-    "reference": REFERENCE.exp(),
-    "uniform": torch.full((ATOMS,), 1 / ATOMS, dtype=torch.float64),
-    "skewed": torch.tensor([0.5, 1e-6, 0.3, 1e-3, 0.1, 0.098999], dtype=torch.float64),
-    "adversarial": (-REWARDS / BETA - REFERENCE).softmax(-1),  # rare where the optimum is likely
-}
-
-
-def total_variation(p: Tensor, q: Tensor) -> float:
-    return float((p - q).abs().sum() / 2)
-
-
-def optimum(reference: Tensor = REFERENCE, beta: float = BETA, rewards: Tensor = REWARDS) -> Tensor:
-    """pi' exp(R / beta) / Z."""
-    return (reference + rewards / beta).softmax(-1)
-
-
-def batch_of(groups: Sequence[Sequence[int]], rewards: Tensor, reference: Tensor) -> Batch:
-    """Groups of one-token completions, given by their atoms."""
-    atoms = torch.tensor([atom for group in groups for atom in group])
-    batch = make_batch(
-        [g for g, group in enumerate(groups) for _ in group],
-        rewards=rewards[atoms].tolist(),
-        numbers={"reference": reference[atoms].unsqueeze(-1)},
-    )
-    return batch.with_totals()
-
-
-def loss_of(
-    logps: Tensor,
-    groups: Sequence[Sequence[int]],
-    rewards: Tensor = REWARDS,
-    reference: Tensor = REFERENCE,
-    algorithm: GVPO = ALGORITHM,
-) -> Tensor:
-    """GVPO.loss of sampled groups under a policy's log-probs per atom."""
-    atoms = torch.tensor([atom for group in groups for atom in group])
-    batch = batch_of(groups, rewards, reference)
-    return algorithm.loss({"policy": logps[atoms].unsqueeze(-1)}, batch)
-
-
-def expected_loss(
-    sampler: Tensor,
-    rewards: Tensor = REWARDS,
-    reference: Tensor = REFERENCE,
-    algorithm: GVPO = ALGORITHM,
-) -> Callable[[Tensor], Tensor]:
-    """Per-atom log-probs -> E[loss] over pairs drawn from `sampler`, exactly (a pair of twins has loss 0)."""
-    pairs = [
-        (2 * sampler[i] * sampler[j], torch.tensor([i, j]), batch_of([[i, j]], rewards, reference))
-        for i, j in itertools.combinations(range(len(sampler)), 2)
-        if sampler[i] > 0 and sampler[j] > 0
-    ]
-
-    def expectation(logps: Tensor) -> Tensor:
-        terms = [
-            weight * algorithm.loss({"policy": logps[atoms].unsqueeze(-1)}, batch) for weight, atoms, batch in pairs
-        ]
-        return torch.stack(terms).sum()
-
-    return expectation
-
-
-def gradient(function: Callable[[Tensor], Tensor], at: Tensor) -> Tensor:
-    z = at.clone().requires_grad_()
-    return torch.autograd.grad(function(z), z)[0]
-
-
-def of_logits(function_of_logps: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    return lambda z: function_of_logps(z.log_softmax(-1))
-
-
-def minimise(function: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:
-    """L-BFGS with strong Wolfe line search, run until nothing moves; restarts clear a stale curvature."""
-    z = start.clone().requires_grad_()
-    for _ in range(3):
-        optimizer = torch.optim.LBFGS(
-            [z],
-            max_iter=300,
-            tolerance_grad=1e-14,
-            tolerance_change=1e-30,
-            history_size=20,
-            line_search_fn="strong_wolfe",
-        )
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()  # noqa: B023 - called inside this iteration only
-            loss = function(z)
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-    return z.detach()
+from tests.algorithms.policies import (
+    ALGORITHM,
+    ATOMS,
+    BETA,
+    REFERENCE,
+    REWARDS,
+    SAMPLERS,
+    Trees,
+    batch_of,
+    expected_loss,
+    gradient,
+    logits,
+    loss_of,
+    minimise,
+    of_logits,
+    optimum,
+    total_variation,
+)
 
 
 def half_variance(logps: Tensor, sampler: Tensor, reference: Tensor = REFERENCE) -> Tensor:
@@ -366,50 +276,7 @@ class TestOptimum:
         assert loss_of(theta.log_softmax(-1), [[4]]) == 0
 
 
-class TestTrees:
-    """Completions of several tokens: three tokens, the last one ends; at most three tokens."""
-
-    LENGTH, VOCABULARY, END = 3, 3, 2
-
-    @classmethod
-    def leaves(cls) -> Tree:
-        """Every completion of the capped policy, the truncated ones (without an end) included."""
-        ended = [
-            (*prefix, cls.END) for n in range(cls.LENGTH) for prefix in itertools.product(range(cls.END), repeat=n)
-        ]
-        return ended + list(itertools.product(range(cls.END), repeat=cls.LENGTH))
-
-    @classmethod
-    def prefixes(cls) -> dict[tuple[int, ...], int]:
-        nodes = [p for n in range(cls.LENGTH) for p in itertools.product(range(cls.END), repeat=n)]
-        return {prefix: i for i, prefix in enumerate(nodes)}
-
-    @classmethod
-    def token_logps(cls, theta: Tensor, leaf: tuple[int, ...]) -> Tensor:
-        """(T,) log-probs of a completion's tokens; theta is (prefixes, vocabulary)."""
-        node = cls.prefixes()
-        logps = theta.log_softmax(-1)
-        return torch.stack([logps[node[leaf[:t]], token] for t, token in enumerate(leaf)])
-
-    @classmethod
-    def rows(cls, theta: Tensor, leaves: Tree, fill: float = 0.0) -> Tensor:
-        """(B, LENGTH) log-probs, `fill` after a completion's end."""
-        rows = [cls.token_logps(theta, leaf) for leaf in leaves]
-        return torch.stack([torch.cat([r, r.new_full((cls.LENGTH - len(r),), fill)]) for r in rows])
-
-    @classmethod
-    def batch(cls, leaves: Tree, rewards: list[float], reference: Tensor) -> Batch:
-        return make_batch(
-            [0] * len(leaves),
-            mask=[[True] * len(leaf) + [False] * (cls.LENGTH - len(leaf)) for leaf in leaves],
-            rewards=rewards,
-            numbers={"reference": cls.rows(reference, leaves)},
-        ).with_totals()
-
-    @classmethod
-    def theta(cls, seed: int) -> Tensor:
-        return logits(seed, len(cls.prefixes()) * cls.VOCABULARY).reshape(-1, cls.VOCABULARY)
-
+class TestTrees(Trees):
     def test_p13_one_row_at_a_time(self) -> None:
         """dloss/dscores of the whole group, then any order of one-row passes: the same gradient."""
         leaves = [self.leaves()[i] for i in (0, 9, 3, 12, 6)]
@@ -495,3 +362,59 @@ class TestOfficialCode:
         assert float(official(theta) / ours(theta)) == pytest.approx(factor, abs=1e-9)
         ratio = gradient(official, theta) / gradient(ours, theta)
         torch.testing.assert_close(ratio, torch.full_like(ratio, factor), rtol=0, atol=1e-9)
+
+
+class TestP10Replay:
+    """Portfolios h:f: h completions without replacement from a prompt's past, f fresh ones, one mean over all k."""
+
+    OLD = REFERENCE.exp()  # the policy at the start of this rollout, GVPO's reference
+    PAST = logits(4).log_softmax(-1)  # the policy that sampled the past
+
+    def pair(self, logps: Tensor, i: int, j: int, reference: Sequence[Tensor]) -> Tensor:
+        """(a_i - a_j)^2 / 4: GVPO.loss of a group of two, each with its own reference log-probs."""
+        numbers = torch.stack([reference[0][i], reference[1][j]]).unsqueeze(-1)
+        batch = make_batch([0, 0], rewards=REWARDS[[i, j]].tolist(), numbers={"reference": numbers}).with_totals()
+        return ALGORITHM.loss({"policy": logps[[i, j]].unsqueeze(-1)}, batch)
+
+    def expected(self, past_reference: Tensor, h: int = 2, f: int = 6) -> Callable[[Tensor], Tensor]:
+        """E[loss] of a group of h past and f fresh completions, over all its pairs (P11)."""
+        fresh, past = (self.OLD, REFERENCE), (self.PAST.exp(), past_reference)
+        kinds = [(f * (f - 1) / 2, fresh, fresh), (h * (h - 1) / 2, past, past), (f * h, fresh, past)]
+
+        def expectation(logps: Tensor) -> Tensor:
+            total = logps.new_zeros(())
+            for count, (p, p_reference), (q, q_reference) in kinds:
+                for i, j in itertools.product(range(ATOMS), repeat=2):
+                    total = total + count * p[i] * q[j] * self.pair(logps, i, j, (p_reference, q_reference))
+            return 2 * total / ((h + f) * (h + f - 1))
+
+        return of_logits(expectation)
+
+    def test_reference_of_the_current_old_policy_gives_the_optimum(self) -> None:
+        assert total_variation(minimise(self.expected(REFERENCE), logits(8)).softmax(-1), optimum()) < 1e-6
+
+    def test_log_probs_stored_when_sampled_give_another(self) -> None:
+        assert total_variation(minimise(self.expected(self.PAST), logits(8)).softmax(-1), optimum()) > 1e-3
+
+    def test_stratified_loss_by_enumeration(self) -> None:
+        history, h, f = (1, 4, 4, 2), 2, 2  # as stored: a past completion may occur twice
+        n, k = len(history), h + f
+        logps = logits(5).log_softmax(-1)
+        enumerated = torch.zeros((), dtype=torch.float64)
+        draws = list(itertools.combinations(history, h))
+        for fresh in itertools.product(range(ATOMS), repeat=f):
+            weight = self.OLD[list(fresh)].prod() / len(draws)
+            for past in draws:
+                enumerated = enumerated + weight * loss_of(logps, [[*fresh, *past]])
+
+        a = BETA * (logps - REFERENCE) - REWARDS
+        mean, var = (self.OLD * a).sum(), covariance(self.OLD, a, a)
+        mean_h, var_h = a[list(history)].mean(), a[list(history)].var(correction=0)
+
+        def formula(correction: float) -> Tensor:
+            cross = f * h * (var + var_h + (mean - mean_h).square())
+            within = f * (f - 1) * var + h * (h - 1) * var_h * correction
+            return (within + cross) / (2 * k * (k - 1))
+
+        torch.testing.assert_close(enumerated, formula(n / (n - 1)), rtol=0, atol=1e-12)
+        assert abs(float(enumerated - formula(1.0))) > 1e-3  # as if drawn with replacement

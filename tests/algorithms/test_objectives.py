@@ -31,12 +31,13 @@ from covary.algorithms import (
     ReMax,
 )
 from covary.batch import Algorithm, Batch, one_process
-from tests.algorithms import test_gvpo_theory as theory
 from tests.algorithms.helpers import Layout, make_batch, prepared, problem, value_and_grad
-from tests.algorithms.test_gvpo_theory import (
+from tests.algorithms.policies import (
     BETA,
     REFERENCE,
     REWARDS,
+    Leaves,
+    Trees,
     expected_loss,
     gradient,
     logits,
@@ -228,12 +229,12 @@ class TestFiveTokens:
 class TestP27TruncatedSampling:
     def test_a_top_2_sampler_misses_the_target(self) -> None:
         """Negative control of GVPO's optimum: of three tokens the two likeliest are sampled, at every step."""
-        tree = theory.TestTrees
+        tree = Trees
         leaves, reference = tree.leaves(), tree.theta(2)
         kept = reference.topk(2).indices
         top = torch.full_like(reference, -torch.inf).scatter(-1, kept, reference.gather(-1, kept))
 
-        def leaf_logps(theta: Tensor, some: theory.Tree) -> Tensor:
+        def leaf_logps(theta: Tensor, some: Leaves) -> Tensor:
             return torch.stack([tree.token_logps(theta, leaf).sum() for leaf in some])
 
         covered = [leaf for leaf, logp in zip(leaves, leaf_logps(top, leaves), strict=True) if logp.isfinite()]
