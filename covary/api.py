@@ -412,6 +412,10 @@ def build(resolved: Resolved, screen: Screen) -> Run:
         weight_decay=config.optimizer.weight_decay,
         max_grad_norm=config.optimizer.max_grad_norm,
     )
+    if engine.not_packed:
+        screen.say(
+            f"note: prompts are not shared among their completions in scoring, so it is slower ({engine.not_packed})"
+        )
     sampler = TransformersRollout(model, tokenizer, autocast=autocast)
     sampler.on_progress = screen.completions
     evaluator = None

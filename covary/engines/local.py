@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 from covary.batch import Algorithm, Batch, Scores
 from covary.collate import take_rows
 from covary.engines.two_pass import two_pass_backward
-from covary.scoring.padded import FlatScores, score_groups, sequence_lengths
+from covary.scoring import padded, trees
+from covary.scoring.score import FlatScores, RowSize, row_sizes, score_groups
 from covary.types import Completion, Group, Score
 
 
@@ -23,6 +25,7 @@ class LocalEngine:
         model: the policy, float32; dropout never acts (both sides of every ratio need the same function).
         models: the module behind each model name. `old` is the policy before its first update of a
             rollout: it is scored then, and no copy exists.
+        not_packed: why rows are padded instead of packed as trees; None where they are packed.
     """
 
     def __init__(
@@ -45,7 +48,8 @@ class LocalEngine:
             model: a transformers causal language model.
             frozen: other models by name, such as `initial`, where a score reads them.
             reference: what `reference` means: `old` or `initial`.
-            micro_batch_tokens: padded tokens per forward pass; a longer row runs alone.
+            micro_batch_tokens: tokens per forward pass (a prompt counts once, or per row where rows are padded); a
+                longer row runs alone.
             autocast: dtype of matrix products, or None.
             logprob_temperature: divides the logits of every score.
             gradient_checkpointing: recompute activations layer by layer in the backward pass.
@@ -59,6 +63,11 @@ class LocalEngine:
             self.models[name] = module.eval().requires_grad_(False)
         if reference in self.models:
             self.models["reference"] = self.models[reference]
+        refused = [
+            why for module in {id(m): m for m in self.models.values()}.values() if (why := trees.use_trees(module))
+        ]
+        self.not_packed = refused[0] if refused else None
+        self._layout = padded if refused else trees
         self.micro_batch_tokens = micro_batch_tokens
         self.autocast = autocast
         self.logprob_temperature = logprob_temperature
@@ -103,10 +112,10 @@ class LocalEngine:
     def _row_scores(
         self, groups: list[Group], scores: Sequence[Score], temperature: float
     ) -> dict[str, list[Tensor | float]]:
-        lengths = sequence_lengths(groups, scores)
+        sizes = row_sizes(groups, scores)
         widths = [len(completion.tokens) for group in groups for completion in group.completions]
-        results: dict[str, list[Tensor | float]] = {score.name: [0.0] * len(lengths) for score in scores}
-        for rows in _fit([[i] for i in range(len(lengths))], lengths, self.micro_batch_tokens):
+        results: dict[str, list[Tensor | float]] = {score.name: [0.0] * len(sizes) for score in scores}
+        for rows in (part for parts in self._micro_batches(sizes) for part in parts):
             flat = self._flat(take_rows(groups, rows), scores, temperature)
             for score in scores:
                 if score.level == "sequence":
@@ -140,7 +149,15 @@ class LocalEngine:
 
     def _flat(self, groups: list[Group], scores: Sequence[Score], temperature: float) -> dict[str, FlatScores]:
         with self._autocast():
-            return score_groups(self.models, groups, scores, temperature)
+            return score_groups(self._layout.forward, self.models, groups, scores, temperature)
+
+    def _micro_batches(self, sizes: Sequence[RowSize]) -> Iterator[list[list[int]]]:
+        """Whole groups that fit a forward pass together; a group that does not fit one comes alone, in parts."""
+        groups: dict[int, list[int]] = defaultdict(list)
+        for i, size in enumerate(sizes):
+            groups[size.group].append(i)
+        for rows in self._layout.fit(list(groups.values()), sizes, self.micro_batch_tokens):
+            yield list(self._layout.fit([[i] for i in rows], sizes, self.micro_batch_tokens))
 
     def _autocast(self) -> AbstractContextManager:
         return torch.autocast(self.device.type, self.autocast) if self.autocast else nullcontext()
@@ -155,20 +172,15 @@ class LocalEngine:
             left the loss; its scores are returned as they were, for the caller to count.
         """
         batch = batch.to(self.device)
-        lengths = sequence_lengths(groups, algorithm.trained)
-        if algorithm.coupled:
-            units = [(batch.group == g).nonzero().squeeze(1).tolist() for g in batch.group.unique().tolist()]
-        else:
-            units = [[i] for i in range(len(lengths))]
         live = _Live(self, groups, batch, algorithm)
         if self.gradient_checkpointing:
             self.model.train()  # transformers checkpoints in training mode only; dropout was removed
-        for rows in _fit(units, lengths, self.micro_batch_tokens):
-            parts = list(_fit([[i] for i in rows], lengths, self.micro_batch_tokens))
-            if len(parts) > 1:
-                live.two_pass(rows, parts)
+        for parts in self._micro_batches(row_sizes(groups, algorithm.trained)):
+            if algorithm.coupled and len(parts) > 1:
+                live.two_pass(sorted(i for part in parts for i in part), parts)
             else:
-                live.one_pass(rows)
+                for rows in parts:
+                    live.one_pass(rows)
         self.model.eval()
         return live.seen
 
@@ -294,23 +306,6 @@ class _Live:
 def _finite_rows(scores: Scores) -> list[bool]:
     finite = torch.stack([value.detach().isfinite().reshape(len(value), -1).all(-1) for value in scores.values()])
     return finite.all(0).tolist()
-
-
-def _fit(units: Sequence[list[int]], lengths: Sequence[int], limit: int) -> Iterator[list[int]]:
-    """Micro-batches of whole units whose padded size fits `limit`; a unit that does not fit comes alone.
-
-    Units of similar length go together (less padding). Rows come in ascending order, as `take_rows` keeps them.
-    """
-    batch: list[int] = []
-    longest = 0
-    for unit in sorted(units, key=lambda rows: max(lengths[i] for i in rows)):
-        longest_with = max(longest, *(lengths[i] for i in unit))
-        if batch and (len(batch) + len(unit)) * longest_with > limit:
-            yield sorted(batch)
-            batch, longest_with = [], max(lengths[i] for i in unit)
-        batch, longest = batch + unit, longest_with
-    if batch:
-        yield sorted(batch)
 
 
 def _remove_dropout(model: nn.Module) -> None:

@@ -167,8 +167,8 @@ def test_a_reference_answer_is_scored_once_per_example_and_remembered_for_frozen
 def test_old_reference_and_policy_share_one_forward_pass():
     model = random_llama(50)
     calls = []
-    model.model.register_forward_hook(lambda *_: calls.append(1))
     engine = LocalEngine(model)
+    model.model.register_forward_hook(lambda *_: calls.append(1))
     engine.score(make_groups(), [Score("old", Stream("old")), Score("reference", Stream("reference")), Score("p")])
     assert len(calls) == 1
 
