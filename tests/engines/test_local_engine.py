@@ -63,7 +63,7 @@ def prepared(engine: LocalEngine, groups: list[Group], algorithm: Algorithm, cur
     attach(groups, engine.score(groups, algorithm.frozen))
     batch = collate(groups, 16)
     batch = batch.with_numbers(algorithm.prepare(batch, one_process)).with_totals(algorithm.normalisers)
-    if current and algorithm.frozen:
+    if current and algorithm.frozen and set(algorithm.frozen[0].models) <= {"old", "reference"}:
         batch = replace(batch, current={algorithm.frozen[0].name: "policy"})
     return batch
 
