@@ -123,18 +123,25 @@ def run_sweep(sweep: Sweep, cores: int, threads: int, screen: Screen) -> list[st
     screen.say(f"{len(sweep.jobs)} runs, {len(sweep.jobs) - len(waiting)} of them done before")
     running: dict[subprocess.Popen, Job] = {}
     failed: list[Job] = []
-    with screen.bar("runs", len(sweep.jobs)) as bar:
-        while waiting or running:
-            while waiting and len(running) < max(1, cores // threads):
-                job = waiting.pop(0)
-                running[_start(sweep, job, threads)] = job
-            for process in [process for process in running if process.poll() is not None]:
-                job = running.pop(process)
-                if process.returncode or _last_row(job) is None:
-                    failed.append(job)
-                    screen.say(f"warning: {job.point}, seed {job.seed} failed; its output is in {_output(job)}")
-                bar(len(sweep.jobs) - len(waiting) - len(running))
-            time.sleep(0.2)
+    try:
+        with screen.bar("runs", len(sweep.jobs)) as bar:
+            while waiting or running:
+                while waiting and len(running) < max(1, cores // threads):
+                    job = waiting.pop(0)
+                    running[_start(sweep, job, threads)] = job
+                for process in [process for process in running if process.poll() is not None]:
+                    job = running.pop(process)
+                    if process.returncode or _last_row(job) is None:
+                        failed.append(job)
+                        screen.say(f"warning: {job.point}, seed {job.seed} failed; its output is in {_output(job)}")
+                    bar(len(sweep.jobs) - len(waiting) - len(running))
+                time.sleep(0.2)
+    finally:
+        # Stopped from outside: the runs under way end too, or the next start would meet them in their folders.
+        for process in running:
+            process.terminate()
+        for process in running:
+            process.wait()
     if len(failed) == len(sweep.jobs):
         raise RunError(f"every run failed; the first one's output is in {_output(failed[0])}")
     return write_results(sweep, screen)

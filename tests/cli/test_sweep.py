@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import yaml
 
-from covary.sweep import interval
+from covary.sweep import interval, load_sweep
 from tests.cli.test_cli import call, model, recipe  # noqa: F401  (fixtures)
 
 
@@ -78,3 +79,14 @@ def test_mistakes_are_told_before_anything_runs(call, recipe, tmp_path, changes,
     assert code == 2
     assert message in err
     assert not (tmp_path / "sweep").exists()
+
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "sweeps").glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_sweeps_are_valid_and_behind_a_results_page(file):
+    sweep = load_sweep(file, lambda name: ROOT / "recipes" / f"{name}.yaml")
+    assert len(sweep.jobs) >= 20
+    assert sweep.out == Path("runs/sweeps") / file.stem
+    assert f"sweeps/{file.name}" in (ROOT / "docs" / "results" / "methods.md").read_text()
