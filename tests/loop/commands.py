@@ -56,22 +56,23 @@ def write_recipe(folder: Path, **changes: object) -> Path:
     return path
 
 
-def start(*arguments: object, prelude: Callable[[], None] | None = None) -> ForkServerProcess:
-    """`covary ARGUMENTS` in a new process; its output is appended to `output` in the recipe's or run's parent folder.
+def start(folder: Path, *arguments: object, prelude: Callable[[], None] | None = None) -> ForkServerProcess:
+    """`covary ARGUMENTS` in a new process.
 
     Args:
+        folder: what the command says is appended to the file `output` in it.
         *arguments: of the command line.
         prelude: called in that process before the command.
     """
-    process = _FORKS.Process(target=_command, args=([str(a) for a in arguments], prelude))
+    process = _FORKS.Process(target=_command, args=(folder / "output", [str(a) for a in arguments], prelude))
     process.start()
     return process
 
 
-def _command(arguments: list[str], prelude: Callable[[], None] | None) -> None:
-    output = os.open(output_path(arguments), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+def _command(output: Path, arguments: list[str], prelude: Callable[[], None] | None) -> None:
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a terminal, whatever these tests run under
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
@@ -81,17 +82,12 @@ def _command(arguments: list[str], prelude: Callable[[], None] | None) -> None:
     main()
 
 
-def output_path(arguments: list[str]) -> Path:
-    named = next(a for a in arguments if "/" in a and not a.startswith("--"))
-    return Path(named).parent / "output"
-
-
 def go_on(recipe: Path, prelude: Callable[[], None] | None = None) -> ForkServerProcess:
     """Start the run `run` beside the recipe, or resume it: what a person does after a crash."""
     folder = recipe.parent / "run"
     if (folder / "config.yaml").exists():
-        return start("train", "--resume", folder, "--quiet", prelude=prelude)
-    return start("train", recipe, f"out={folder}", "--quiet", prelude=prelude)
+        return start(recipe.parent, "train", "--resume", folder, "--quiet", prelude=prelude)
+    return start(recipe.parent, "train", recipe, f"out={folder}", "--quiet", prelude=prelude)
 
 
 def finish(process: ForkServerProcess, seconds: float = 120) -> int:

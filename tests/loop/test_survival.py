@@ -81,8 +81,8 @@ def test_a_half_written_line_of_metrics_is_written_again(tmp_path, undisturbed):
     recipe = write_recipe(tmp_path)
     assert finish(go_on(recipe)) == 0
     path = tmp_path / "run" / "metrics.jsonl"
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000006")
     for lines, half in ((6, 30), (5, 1)):  # killed in row 6 and in row 5, after the checkpoint of step 4
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000006")
         rows = path.read_text().splitlines(keepends=True)
         path.write_text("".join(rows[:lines]) + rows[lines][:half])
         assert finish(go_on(recipe)) == 0
@@ -120,7 +120,7 @@ HANGS = """
 import pathlib, time
 def score(completions):
     here = pathlib.Path(__file__).parent
-    if (here / "hang").exists():
+    if (here / "hang").exists() and (here / "run" / "checkpoints" / "step-000002").exists():
         (here / "hangs").touch()
         time.sleep(600)
     return [sum(c.isupper() for c in x[0]["content"]) / 6 for x in completions]
@@ -131,9 +131,8 @@ def hanging(folder: Path) -> tuple[Path, Any]:
     """A run in its third step, whose reward never returns."""
     recipe = write_recipe(folder, eval={"every": 3, "reward": "exact"})
     (folder / "reward.py").write_text(HANGS)
-    assert finish(start("train", recipe, f"out={folder / 'run'}", "steps=2", "--quiet")) == 0
     (folder / "hang").touch()
-    process = start("train", "--resume", folder / "run", "steps=6", "--quiet")
+    process = go_on(recipe)
     wait_until((folder / "hangs").exists)
     return recipe, process
 
@@ -192,10 +191,10 @@ def test_a_stop_during_the_first_evaluation_and_in_the_last_step(tmp_path, monke
 def test_a_folder_in_use_is_refused_and_a_kill_leaves_no_stale_lock(tmp_path):
     recipe, process = hanging(tmp_path)
     try:
-        assert finish(start("train", "--resume", tmp_path / "run", "--quiet")) == 2
+        assert finish(start(tmp_path, "train", "--resume", tmp_path / "run", "--quiet")) == 2
         said = (tmp_path / "output").read_text().splitlines()[-1]
         assert said.startswith(f"error: {tmp_path / 'run'} is in use by process {process.pid} on ")
-        assert finish(start("train", recipe, f"out={tmp_path / 'run'}", "--quiet")) == 2
+        assert finish(start(tmp_path, "train", recipe, f"out={tmp_path / 'run'}", "--quiet")) == 2
     finally:
         process.kill()
         process.join()
@@ -206,7 +205,7 @@ def test_a_folder_in_use_is_refused_and_a_kill_leaves_no_stale_lock(tmp_path):
 def test_two_that_start_the_same_run_at_once(tmp_path):
     """One trains; the other is refused, however close the race."""
     recipe = write_recipe(tmp_path)
-    both = [start("train", recipe, f"out={tmp_path / 'run'}", "--quiet") for _ in range(2)]
+    both = [start(tmp_path, "train", recipe, f"out={tmp_path / 'run'}", "--quiet") for _ in range(2)]
     assert sorted(finish(process) for process in both) == [0, 2]
     assert [row["step"] for row in metrics(tmp_path / "run")] == list(range(7))
 
@@ -311,7 +310,7 @@ def test_a_full_disk_ends_the_run_with_one_line(tmp_path):
     try:
         recipe = write_recipe(tmp_path, steps=2, checkpoint={"every": 1, "keep_last": -1})
         folder = disk / "run"
-        assert finish(start("train", recipe, f"out={folder}", "--quiet")) == 0
+        assert finish(start(tmp_path, "train", recipe, f"out={folder}", "--quiet")) == 0
         one = sum(p.stat().st_size for p in latest(folder).folder.iterdir())
         for step, room in enumerate((one // 2, 0), start=2):
             filler = disk / "filler"
@@ -319,16 +318,16 @@ def test_a_full_disk_ends_the_run_with_one_line(tmp_path):
             free = shutil.disk_usage(disk).free
             filler.write_bytes(b"\0" * max(0, free - room))
             before = [c.step for c in checkpoints(folder)]
-            assert finish(start("train", "--resume", folder, f"steps={step + 1}", "--quiet")) == 1
-            said = (disk / "output").read_text().splitlines()[-1]
+            assert finish(start(tmp_path, "train", "--resume", folder, f"steps={step + 1}", "--quiet")) == 1
+            said = (tmp_path / "output").read_text().splitlines()[-1]
             assert said.startswith("stopped: ")
             assert "could not be written" in said
             assert "No space left" in said
             assert [c.step for c in checkpoints(folder)] == before
             assert f"the newest checkpoint is {latest(folder).folder}" in said
             filler.unlink()
-            assert finish(start("train", "--resume", folder, f"steps={step + 1}", "--quiet")) == 0
-        assert [row["step"] for row in metrics(folder)] == list(range(4))
+            assert finish(start(tmp_path, "train", "--resume", folder, f"steps={step + 1}", "--quiet")) == 0
+        assert [row["step"] for row in metrics(folder)] == list(range(5))
     finally:
         subprocess.run(["umount", disk], check=True)
 
@@ -451,8 +450,8 @@ def test_case_c03_a_resume_restores_schedule_order_and_random_states(tmp_path, s
     recipe = write_recipe(
         tmp_path, steps=10, checkpoint={"every": 4}, optimizer={"lr": 1e-3, "prompts": 2, "schedule": "linear"}
     )
-    assert finish(start("train", recipe, f"out={tmp_path / 'whole'}", "--quiet")) == 0
-    killed = start("train", recipe, f"out={tmp_path / 'run'}", "--quiet", prelude=DiesWhileSaving(15))
+    assert finish(start(tmp_path, "train", recipe, f"out={tmp_path / 'whole'}", "--quiet")) == 0
+    killed = start(tmp_path, "train", recipe, f"out={tmp_path / 'run'}", "--quiet", prelude=DiesWhileSaving(15))
     assert finish(killed) == -signal.SIGKILL
     assert latest(tmp_path / "run").step == 4
     assert finish(go_on(recipe)) == 0
