@@ -20,8 +20,8 @@ def run_lock(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
     """Hold `folder` for this process.
 
     The operating system forgets the lock when the process ends, however it ends. It is a POSIX record lock, which a
-    forked child does not inherit: a reward's children that outlive a killed run do not keep the folder. The file
-    stays, since another process may be waiting to lock the very file that one removes.
+    forked child does not inherit: a reward's children that outlive a killed run do not keep the folder. (Threads of
+    one process are not kept apart.) The file stays, since another process may be waiting to lock the very file that one removes.
 
     Args:
         folder: an existing run folder.
@@ -43,7 +43,7 @@ def run_lock(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 file.seek(0)
                 holder = file.read().strip() or "another process"
-                raise UserError(f"{folder} is in use by {holder}; stop that first (once), or wait for it") from error
+                raise UserError(f"{folder} is in use by {holder}; stop that first, or wait for it") from error
             say(f"note: {path} cannot be locked here ({error.strerror}); start no second process on this folder")
         with suppress(OSError):  # who it is helps a person, and a full disk must not matter
             file.truncate(0)

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -44,7 +44,10 @@ class Stop:
             give_back()  # so the second one acts as if nobody had listened
             self.signal = signal.Signals(number)
             # Not through sys.stderr or the screen: this may have interrupted either while it was writing.
-            os.write(2, f"\n{self.signal.name}: the run stops after this step and saves it; again: at once\n".encode())
+            with suppress(OSError):
+                os.write(
+                    2, f"\n{self.signal.name}: the run stops after this step and saves it; again: at once\n".encode()
+                )
 
         for number in before:
             signal.signal(number, ask)

@@ -169,7 +169,7 @@ def train(run: Run, resume: checkpoints.Checkpoint | None = None, stop: Stop | N
     saved = resume.step if resume is not None else None
     evaluated = row | _evaluate(run) if _evaluation_is_due(run, progress.step) else row
     log.metrics(evaluated)
-    if len(evaluated) > 1:
+    if len(evaluated) > len(row):
         run.screen.say(step_line(evaluated, run.steps))
     sampler = Sampler(run.examples, run.seed, progress.position)
 
