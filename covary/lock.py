@@ -21,7 +21,7 @@ def run_lock(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
 
     The operating system forgets the lock when the process ends, however it ends. It is a POSIX record lock, which a
     forked child does not inherit: a reward's children that outlive a killed run do not keep the folder. (Threads of
-    one process are not kept apart.) The file stays, since another process may be waiting to lock the very file that one removes.
+    one process are not kept apart.) The file stays: another process may have opened it to lock it.
 
     Args:
         folder: an existing run folder.
