@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,6 +35,7 @@ from covary.config import (
 from covary.engines.local import LocalEngine
 from covary.evaluate import Evaluator
 from covary.jsonlines import read_jsonl
+from covary.lock import LOCK_FILE, run_lock
 from covary.log import Screen
 from covary.models.loading import context_length, load_config, load_model, load_tokenizer, pick_device
 from covary.prompts import Template, load_template, prompt_group
@@ -44,10 +46,11 @@ from covary.rollout.given import GivenRollout
 from covary.rollout.replay import ReplayRollout
 from covary.rollout.transformers import TransformersRollout
 from covary.seeding import derive_seed
+from covary.stop import Stop
 from covary.tasks.task import Task
 from covary.train import Run, Schedule, planned_steps
 from covary.train import train as run_loop
-from covary.types import Example, Sampling, UserError
+from covary.types import Example, RunError, Sampling, UserError
 
 PYTHON_REWARD = " (a Python function)"
 
@@ -178,18 +181,28 @@ def start_run(config: RunConfig, function: Callable[..., object] | None, screen:
         UserError: the folder exists or cannot be made.
     """
     folder = Path(config.out or f"runs/{to_dict(config)['algorithm']['name'].rpartition(':')[2]}")
-    if folder.exists():
-        raise UserError(f"out: {folder} exists; continue it with --resume {folder}, or name another folder (out=...)")
+    _refuse_existing(folder)
     config = _from_anywhere(replace(config, out=str(folder)))
     recipe = to_yaml(config)
     check_writable("out", folder)
     run = build(resolve(config, function), screen)
     try:
-        folder.mkdir(parents=True)
-        (folder / "config.yaml").write_text(recipe, encoding="utf-8")
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"out: {folder} cannot be made ({error})") from error
-    return run_and_close(run, None)
+    with run_lock(folder, screen.say):
+        _refuse_existing(folder)  # once more: another process may have been quicker
+        replace_file(folder / "config.yaml", recipe)
+        return run_and_close(run, None)
+
+
+def _refuse_existing(folder: Path) -> None:
+    """A folder that a kill left before its recipe was written is as good as none."""
+    if not folder.exists():
+        return
+    if folder.is_dir() and {path.name for path in folder.iterdir()} <= {LOCK_FILE, "config.yaml" + checkpoints.PARTIAL}:
+        return
+    raise UserError(f"out: {folder} exists; continue it with --resume {folder}, or name another folder (out=...)")
 
 
 def _from_anywhere(config: RunConfig) -> RunConfig:
@@ -244,16 +257,34 @@ def resume_run(
         screen: where to report.
 
     Raises:
-        UserError: no run, no checkpoint, or a change of something that a resume may not change.
+        UserError: no run, no usable checkpoint where there are damaged ones, a change of something that a resume may not
+            change, or another process on this folder.
     """
-    path = folder / "config.yaml"
-    if not path.is_file():
+    if not (folder / "config.yaml").is_file():
         raise UserError(f"--resume: {folder} is no run folder (it has no config.yaml)")
-    for broken in checkpoints.broken(folder):
-        screen.say(f"note: {broken} is damaged or half written, and left aside")
+    with run_lock(folder, screen.say):
+        return _continue(folder, sections or {}, overrides, function, screen)
+
+
+def _continue(
+    folder: Path,
+    sections: Mapping[str, Any],
+    overrides: Sequence[str],
+    function: Callable[..., object] | None,
+    screen: Screen,
+) -> Trained:
+    path = folder / "config.yaml"
+    checkpoints.drop_partial(folder)
     last = checkpoints.latest(folder)
+    broken = checkpoints.broken(folder)
+    if broken and last is None:
+        raise UserError(
+            f"--resume: {broken[-1]} is damaged and {folder} has no other checkpoint; remove it to start from step 0"
+        )
+    for damaged in broken:
+        screen.say(f"note: {damaged} is damaged or half written, and left aside")
     written = load_recipe(path)
-    data = apply_overrides(merge(written, sections or {}), list(overrides))
+    data = apply_overrides(merge(written, sections), list(overrides))
     config = validate(data, where=str(path))
     before = validate(last.state()["recipe"] if last else written, where=str(last.folder if last else path))
     # The folder may have been moved; only a change that was asked for is one.
@@ -273,15 +304,33 @@ def resume_run(
     if last is not None and last.state().get("data") != resolved.fingerprint:
         raise UserError(f"--resume: the task's training rows are not those of {folder}; a resume needs the same data")
     run = build(resolved, screen)
-    replace_file(path, to_yaml(config))
+    with _way_on(folder):
+        replace_file(path, to_yaml(config))
     return run_and_close(run, last)
 
 
+@contextmanager
+def _way_on(folder: Path) -> Iterator[None]:
+    """A failure of the run also names the newest checkpoint."""
+    try:
+        yield
+    except RunError as error:
+        raise RunError(f"{error}; {checkpoints.way_on(folder)}") from error
+
+
 def replace_file(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    temporary = path.with_name(path.name + ".partial")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    """Write a file whole or not at all.
+
+    Raises:
+        RunError: the disk refused.
+    """
+    temporary = path.with_name(path.name + checkpoints.PARTIAL)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise RunError(f"{path} could not be written ({error.strerror or error})") from error
 
 
 @dataclass(frozen=True)
@@ -594,14 +643,24 @@ def _seed_everything(seed: int) -> None:
 
 
 def run_and_close(run: Run, resume: checkpoints.Checkpoint | None) -> Trained:
-    """The loop, and the end of the graders' processes whatever happens."""
+    """The loop, and the end of the graders' processes whatever happens.
+
+    Raises:
+        RunError: the run could not go on; the newest checkpoint is named.
+        KeyboardInterrupt, SystemExit: the run was stopped by a signal, after a checkpoint of its last step.
+    """
+    stop = Stop()
     rewards = {id(r): r for r in (run.reward, run.evaluator.reward if run.evaluator else None) if r is not None}
     try:
-        metrics = run_loop(run, resume)
+        with stop.listening(), _way_on(run.folder):
+            metrics = run_loop(run, resume, stop)
     except KeyboardInterrupt:
-        run.screen.say(f"interrupted; go on from the newest checkpoint with: covary train --resume {run.folder}")
+        run.screen.say(f"stopped at once; {checkpoints.way_on(run.folder)}")
         raise
     finally:
         for reward in rewards.values():
             reward.close()
+    if stop.asked:
+        run.screen.say(f"stopped; {checkpoints.way_on(run.folder)}")
+        stop.leave()
     return Trained(run.folder, metrics, run.model, run.tokenizer)

@@ -22,10 +22,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from covary.log import no_library_bars
-from covary.types import RunError
+from covary.types import RunError, UserError
 
 _NAME = re.compile(r"step-(\d+)")
-_PARTIAL = ".partial"
+PARTIAL = ".partial"
+_PICKLE = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 
 
 @dataclass(frozen=True)
@@ -51,13 +52,39 @@ class Checkpoint:
 
 
 def checkpoints(run_folder: Path) -> list[Checkpoint]:
-    """Complete checkpoints of a run, oldest first, by number; other names and damaged ones are ignored."""
-    return [checkpoint for checkpoint in _named(run_folder) if _is_complete(checkpoint.folder)]
+    """Complete checkpoints of a run, oldest first, by number; other names and damaged ones are ignored.
+
+    Raises:
+        UserError: one of them holds pickle files in place of safetensors, which nobody may read.
+    """
+    damaged = broken(run_folder)
+    for folder in damaged:
+        pickled = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLE)
+        if pickled:
+            raise UserError(
+                f"{folder} holds {', '.join(pickled)}: pickle files can run code when they are read, and a checkpoint of "
+                "covary holds safetensors only; move that folder away"
+            )
+    return [checkpoint for checkpoint in _named(run_folder) if checkpoint.folder not in damaged]
 
 
 def broken(run_folder: Path) -> list[Path]:
     """Folders that are named like checkpoints and are not complete."""
     return [checkpoint.folder for checkpoint in _named(run_folder) if not _is_complete(checkpoint.folder)]
+
+
+def drop_partial(run_folder: Path) -> None:
+    """Remove what a kill left of checkpoints that were being written or dropped."""
+    for path in (run_folder / "checkpoints").glob(f"step-*{PARTIAL}"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def way_on(run_folder: Path) -> str:
+    """What a person does after a run failed."""
+    newest = latest(run_folder)
+    if newest is None:
+        return "there is no checkpoint yet"
+    return f"the newest checkpoint is {newest.folder}, go on from it with: covary train --resume {run_folder}"
 
 
 def latest(run_folder: Path) -> Checkpoint | None:
@@ -117,11 +144,11 @@ def save(
         keep_last: newest checkpoints to keep; -1 keeps all.
 
     Raises:
-        RunError: the disk refused; earlier checkpoints are untouched.
+        RunError: the disk refused; earlier checkpoints are untouched, and nothing of this one stays.
     """
     parent = run_folder / "checkpoints"
     final = parent / f"step-{step:06d}"
-    partial = parent / f"{final.name}{_PARTIAL}"
+    partial = parent / f"{final.name}{PARTIAL}"
     try:
         parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(partial, ignore_errors=True)
@@ -147,15 +174,13 @@ def save(
         _sync(parent)
     except Exception as error:  # safetensors has an error of its own for a full disk
         shutil.rmtree(partial, ignore_errors=True)
-        kept = checkpoints(run_folder)
-        usable = f"the newest usable one is {kept[-1].folder}" if kept else "there is no earlier one"
-        raise RunError(f"checkpoint of step {step} could not be written ({error}); {usable}") from error
+        raise RunError(f"checkpoint {final} could not be written ({error})") from error
     if keep_last >= 0:
         for old in checkpoints(run_folder)[:-keep_last]:
             # Renamed first: a kill while files go must not leave a folder that looks complete.
-            dropped = old.folder.with_name(old.folder.name + _PARTIAL)
+            dropped = old.folder.with_name(old.folder.name + PARTIAL)
             os.rename(old.folder, dropped)
-            shutil.rmtree(dropped)
+            shutil.rmtree(dropped, ignore_errors=True)  # what a network disk still holds goes with the next resume
     return final
 
 

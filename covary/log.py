@@ -99,7 +99,7 @@ def _disk(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RunError(f"{path} could not be written ({error.strerror or error}); the run can be resumed") from error
+        raise RunError(f"{path} could not be written ({error.strerror or error})") from error
 
 
 class RunLog:
@@ -125,12 +125,13 @@ class RunLog:
 
         Where the file is shorter than that (a power loss), rows up to the step before stay.
         """
-        if self.position() >= position:
-            with open(self.metrics_path, "ab") as file:
-                file.truncate(position)
-        else:
-            kept = [row for row in self._rows() if row["step"] < step]
-            self.metrics_path.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="ascii")
+        with _disk(self.metrics_path):
+            if self.position() >= position:
+                with open(self.metrics_path, "ab") as file:
+                    file.truncate(position)
+            else:
+                kept = [row for row in self._rows() if row["step"] < step]
+                self.metrics_path.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="ascii")
         for path in (self.folder / "rollouts").glob("step-*.jsonl"):
             if path.stem.removeprefix("step-").isdigit() and int(path.stem.removeprefix("step-")) > step:
                 path.unlink()

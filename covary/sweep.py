@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
@@ -123,28 +124,32 @@ def run_sweep(sweep: Sweep, cores: int, threads: int, screen: Screen) -> list[st
     screen.say(f"{len(sweep.jobs)} runs, {len(sweep.jobs) - len(waiting)} of them done before")
     running: dict[subprocess.Popen, Job] = {}
     failed: list[Job] = []
-    try:
-        with screen.bar("runs", len(sweep.jobs)) as bar:
-            while waiting or running:
-                while waiting and len(running) < max(1, cores // threads):
-                    job = waiting.pop(0)
-                    running[_start(sweep, job, threads)] = job
-                for process in [process for process in running if process.poll() is not None]:
-                    job = running.pop(process)
-                    if process.returncode or _last_row(job) is None:
-                        failed.append(job)
-                        screen.say(f"warning: {job.point}, seed {job.seed} failed; its output is in {_output(job)}")
-                    bar(len(sweep.jobs) - len(waiting) - len(running))
-                time.sleep(0.2)
-    finally:
-        # Stopped from outside: the runs under way end too, or the next start would meet them in their folders.
-        for process in running:
-            process.terminate()
-        for process in running:
-            process.wait()
+    with screen.bar("runs", len(sweep.jobs)) as bar, _waited_for(running):
+        while waiting or running:
+            while waiting and len(running) < max(1, cores // threads):
+                job = waiting.pop(0)
+                running[_start(sweep, job, threads)] = job
+            for process in [process for process in running if process.poll() is not None]:
+                job = running.pop(process)
+                if process.returncode or _last_row(job) is None:
+                    failed.append(job)
+                    screen.say(f"warning: {job.point}, seed {job.seed} failed; its output is in {_output(job)}")
+                bar(len(sweep.jobs) - len(waiting) - len(running))
+            time.sleep(0.2)
     if len(failed) == len(sweep.jobs):
         raise RunError(f"every run failed; the first one's output is in {_output(failed[0])}")
     return write_results(sweep, screen)
+
+
+@contextmanager
+def _waited_for(running: Mapping[subprocess.Popen, Job]) -> Iterator[None]:
+    """Ctrl-C reaches every run: each finishes its step and saves, and only then may the sweep be started again."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        for process in running:
+            process.wait()
+        raise
 
 
 def _start(sweep: Sweep, job: Job, threads: int) -> subprocess.Popen:
@@ -165,7 +170,8 @@ def _output(job: Job) -> Path:
 
 def _rows(job: Job) -> list[dict[str, Any]]:
     path = job.folder / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]  # a killed run's last line may be half written
 
 
 def _last_row(job: Job) -> dict[str, Any] | None:

@@ -28,7 +28,11 @@ from covary.prompts import Template, prompt_group
 from covary.rewards import Reward
 from covary.rollout.pieces import append_answers
 from covary.seeding import derive_seed
+from covary.stop import Stop
 from covary.types import Completion, Example, Group, RunError, Sampling, Score, Stream
+
+MAX_SKIPPED = 3
+"""Updates in a row without a finite loss and gradient, after which a run stops."""
 
 
 @dataclass(frozen=True)
@@ -132,55 +136,70 @@ class Run:
 
 @dataclass
 class Progress:
-    """What the loop itself carries from step to step; saved with every checkpoint."""
+    """What the loop itself carries from step to step; saved with every checkpoint.
+
+    Attributes:
+        step: steps done.
+        updates: optimizer updates made.
+        skipped: updates skipped since the last one made.
+        position: of the sampler.
+        algorithm: the state of the algorithm's `select`.
+    """
 
     step: int = 0
     updates: int = 0
+    skipped: int = 0
     position: int = 0
     algorithm: dict[str, float] = field(default_factory=dict)
 
 
-def train(run: Run, resume: checkpoints.Checkpoint | None = None) -> dict[str, float]:
-    """Train to `run.steps`; returns the last row of metrics.
+def train(run: Run, resume: checkpoints.Checkpoint | None = None, stop: Stop | None = None) -> dict[str, float]:
+    """Train to `run.steps`, or to the end of the step in which a stop is asked for; returns the last row of metrics.
 
     Raises:
         RunError: the run cannot go on (every row of a step failed, or the disk refused a checkpoint).
     """
+    stop = stop or Stop()
     log = RunLog(run.folder)
-    progress = Progress()
-    row: dict[str, float] = {}
+    progress, position = Progress(), 0
+    row: dict[str, float] = {"step": 0}
     if resume is not None:
-        progress, row = _restore(run, log, resume)
-    else:
-        log.rewind(0, 0)  # a folder whose run ended before its first checkpoint
-        row = {"step": 0, **_evaluate(run)}
-        log.metrics(row)
-        if run.evaluator is not None:
-            run.screen.say(step_line(row, run.steps))
+        progress, position, row = _restore(run, resume)
+    log.rewind(position, progress.step)  # also where a run ended before its first checkpoint
+    saved = resume.step if resume is not None else None
+    evaluated = row | _evaluate(run) if _evaluation_is_due(run, progress.step) else row
+    log.metrics(evaluated)
+    if len(evaluated) > len(row):
+        run.screen.say(step_line(evaluated, run.steps))
     sampler = Sampler(run.examples, run.seed, progress.position)
 
     with run.screen.bar("training", run.steps) as bar:
-        while progress.step < run.steps:
+        while progress.step < run.steps and not stop.asked:
             bar(progress.step)
             position = log.position()
             row = train_step(run, sampler, progress, log)
             progress.position = sampler.position
-            scheduled = run.eval_every is not None and progress.step % run.eval_every == 0
-            if scheduled:
-                row |= _evaluate(run)
-            last = progress.step == run.steps
-            if last or (run.checkpoint_every is not None and progress.step % run.checkpoint_every == 0):
-                # Before the final evaluation: that one is no part of a longer run's metrics.
-                _save(run, progress, {"metrics_position": position, "row": row})
-            if last and not scheduled:
-                row = row | _evaluate(run)
-            log.metrics(row)
-            run.screen.say(step_line(row, run.steps))
+            # Saved before the evaluation, which a resume repeats: what ends the run there loses no step, and an
+            # evaluation because the run ends is no part of a longer run's metrics.
+            if stop.asked or _checkpoint_is_due(run, progress.step):
+                _save(run, progress, position, row)
+                saved = progress.step
+            evaluated = row
+            if _evaluation_is_due(run, progress.step):
+                if stop.asked:
+                    break  # every row in the file is whole: the resume writes this one
+                evaluated = row | _evaluate(run)
+            log.metrics(evaluated)
+            run.screen.say(step_line(evaluated, run.steps))
+    if stop.asked:
+        if saved != progress.step:
+            _save(run, progress, position, row)
+        return evaluated
     if progress.updates == 0:
         raise RunError("the run ended without one update: no step had a row to learn from (see the warnings above)")
-    for line in summary(log.first(), row):
+    for line in summary(log.first(), evaluated):
         run.screen.say(line)
-    return row
+    return evaluated
 
 
 def train_step(run: Run, sampler: Sampler, progress: Progress, log: RunLog) -> dict[str, float]:
@@ -290,8 +309,7 @@ def update(
                 continue  # nobody has rows: the step is skipped
             scores = run.engine.forward_backward(chosen, part_batch, run.algorithm)
             grad_norm = run.engine.step(lr)
-            progress.updates += 1
-            count["updates/skipped"] += not math.isfinite(grad_norm)
+            _count_update(progress, count, made=math.isfinite(grad_norm))
             finite = _finite(scores, len(rows))
             count["rows/invalid"] += int((~finite).sum())
             if not finite.any():
@@ -313,6 +331,20 @@ def update(
             sums["grad_norm"].append(grad_norm)
             current = {}  # the parameters moved
     return {name: float(np.mean(values)) for name, values in sums.items()}
+
+
+def _count_update(progress: Progress, count: dict[str, float], made: bool) -> None:
+    if made:
+        progress.updates += 1
+        progress.skipped = 0
+        return
+    count["updates/skipped"] += 1
+    progress.skipped += 1
+    if progress.skipped == MAX_SKIPPED:
+        raise RunError(
+            f"step {progress.step + 1}: {MAX_SKIPPED} updates in a row were skipped, whose loss or gradient was not "
+            "finite; look at the learning rate, the size of rewards and the loss"
+        )
 
 
 def _live_sampling_kl(run: Run, rows: Sequence[Completion], scores: Scores) -> dict[str, float]:
@@ -395,7 +427,7 @@ def _warn_idle(run: Run, step: int, metrics: dict[str, float], count: dict[str, 
     elif count["updates/skipped"]:
         _warn_once(
             run, "skipped",
-            f"step {step} skipped {count['updates/skipped']:g} updates, whose gradient was not finite; "
+            f"step {step} skipped {count['updates/skipped']:g} updates, whose loss or gradient was not finite; "
             "look at the learning rate, the size of rewards and the loss",
         )  # fmt: skip
 
@@ -486,7 +518,16 @@ def _evaluate(run: Run) -> dict[str, float]:
     return metrics
 
 
-def _save(run: Run, progress: Progress, log_state: dict[str, Any]) -> None:
+def _evaluation_is_due(run: Run, step: int) -> bool:
+    return step in (0, run.steps) or (run.eval_every is not None and step % run.eval_every == 0)
+
+
+def _checkpoint_is_due(run: Run, step: int) -> bool:
+    return step == run.steps or (run.checkpoint_every is not None and step % run.checkpoint_every == 0)
+
+
+def _save(run: Run, progress: Progress, position: int, row: dict[str, float]) -> None:
+    """A checkpoint after the step of `row`, which starts at byte `position` of metrics.jsonl."""
     checkpoints.save(
         run.folder,
         progress.step,
@@ -498,28 +539,25 @@ def _save(run: Run, progress: Progress, log_state: dict[str, Any]) -> None:
             "recipe": run.recipe,
             "data": run.data,
             "rollout": run.rollout.state(),
-            **log_state,
+            "metrics_position": position,
+            "row": row,
         },
         keep_last=run.keep_last,
     )
 
 
-def _restore(run: Run, log: RunLog, resume: checkpoints.Checkpoint) -> tuple[Progress, dict[str, float]]:
-    """Model, optimizer, random states, position; metrics and rollouts behind the checkpoint are forgotten."""
+def _restore(run: Run, resume: checkpoints.Checkpoint) -> tuple[Progress, int, dict[str, float]]:
+    """Model, optimizer and random states; returns what `_save` was given."""
     state = resume.state()
     weights = {f"model.{name}": value for name, value in resume.weights(run.model).items()}
     training = resume.training()
     run.engine.load_state_dict({**training, **weights})
     checkpoints.restore_random(training, state["random"])
-    progress, row = Progress(**state["progress"]), state["row"]
+    progress = Progress(**state["progress"])
     run.rollout.load_weights(None, progress.updates)
     run.rollout.load_state(state["rollout"])
-    log.rewind(state["metrics_position"], progress.step)
-    if progress.step == run.steps and not (run.eval_every and progress.step % run.eval_every == 0):
-        row = row | _evaluate(run)  # the run had ended: its final evaluation belongs to its last row
-    log.metrics(row)
     run.screen.say(f"resumed after step {progress.step} from {resume.folder}")
-    return progress, row
+    return progress, state["metrics_position"], state["row"]
 
 
 def _group_starts(batch: Batch) -> list[int]:

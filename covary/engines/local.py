@@ -85,6 +85,7 @@ class LocalEngine:
             lr=0.0,
             betas=betas,
         )
+        self._loss_is_finite = True  # since the last step
         self._of_examples: dict[tuple[str, str], float] = {}  # per="example" scores of models that never change
 
     @property
@@ -185,8 +186,14 @@ class LocalEngine:
         return live.seen
 
     def step(self, lr: float) -> float:
-        """Clip, update, clear. A non-finite gradient norm skips the update (the gradients are dropped)."""
+        """Clip, update, clear. A loss or gradient that is not finite skips the update: the gradients are dropped.
+
+        Returns:
+            The L2 norm of the gradient before clipping; not finite where the update was skipped.
+        """
         norm = float(nn.utils.clip_grad_norm_(self._parameters.values(), self.max_grad_norm))
+        if not self._loss_is_finite:
+            norm, self._loss_is_finite = float("nan"), True
         if norm < float("inf"):  # False for NaN too
             for parameters in self.optimizer.param_groups:
                 parameters["lr"] = lr
@@ -254,8 +261,14 @@ class _Live:
 
     def _backward(self, rows: list[int], scores: Scores) -> None:
         loss = self.algorithm.loss(scores, self._batch(rows, scores))
-        if loss.requires_grad:
+        if self._is_finite(loss) and loss.requires_grad:
             loss.backward()
+
+    def _is_finite(self, loss: Tensor) -> bool:
+        """A loss may be infinite while its gradient is not: that update is no less broken."""
+        finite = bool(loss.isfinite())
+        self.engine._loss_is_finite &= finite
+        return finite
 
     def two_pass(self, rows: list[int], parts: list[list[int]]) -> None:
         known = self._known(rows)
@@ -276,13 +289,14 @@ class _Live:
         known = {name: value[keep] for name, value in known.items()}
         kept_parts = [[position[i] for i in part if i in position] for part in parts]
         kept = list(position)
-        two_pass_backward(
+        loss = two_pass_backward(
             self.algorithm,
             self._batch(kept, known),
             known,
             lambda part: self.scores([kept[j] for j in part]),
             [part for part in kept_parts if part],
         )
+        self._is_finite(loss)
 
     def _known(self, rows: list[int]) -> Scores | None:
         """Pass-1 scores that the rollout's frozen scores already hold, at the same parameters."""

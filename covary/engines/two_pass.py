@@ -21,8 +21,8 @@ def two_pass_backward(
     known: Scores,
     live: Callable[[Sequence[int]], Scores],
     parts: Sequence[Sequence[int]],
-) -> None:
-    """Accumulate the gradient of `algorithm.loss` over `batch`.
+) -> Tensor:
+    """Accumulate the gradient of `algorithm.loss` over `batch`, if the loss is finite; returns the loss.
 
     Args:
         algorithm: its loss is evaluated on the whole batch.
@@ -33,6 +33,8 @@ def two_pass_backward(
     """
     leaves = {name: value.detach().requires_grad_() for name, value in known.items()}
     loss = algorithm.loss(leaves, batch)
+    if not loss.isfinite():
+        return loss.detach()
     gradients = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()), allow_unused=True), strict=True))
     for rows in parts:
         surrogate: list[Tensor] = []
@@ -44,3 +46,4 @@ def two_pass_backward(
             surrogate.append(torch.where(weight != 0, value * weight, 0.0).sum())
         if surrogate:
             torch.stack(surrogate).sum().backward()
+    return loss.detach()

@@ -23,7 +23,7 @@ def model_path(name: str) -> str:
     """The folder of a shipped model or of a path; a hub id as it is.
 
     Raises:
-        UserError: `name` looks like a folder and is none, or the folder holds no model.
+        UserError: `name` looks like a folder and is none, or the folder holds no model, or one in pickle files.
     """
     if name in SHIPPED:
         return str(Path(__file__).parent / name)
@@ -35,6 +35,12 @@ def model_path(name: str) -> str:
             )
             raise UserError(
                 f"model.name: folder {name} has no config.json, so it is no Hugging Face model folder{runs}"
+            )
+        pickled = sorted(file.name for file in path.glob("pytorch_model*.bin"))
+        if pickled and not any(path.glob("*.safetensors")):
+            raise UserError(
+                f"model.name: folder {name} holds {pickled[0]}: pickle files can run code when they are read; covary reads "
+                "safetensors only, which save_pretrained of transformers writes"
             )
         return str(path)
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:

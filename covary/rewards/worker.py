@@ -15,6 +15,7 @@ import json
 import os
 import pickle
 import resource
+import signal
 import sys
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -43,6 +44,7 @@ def main() -> None:
     os.dup2(2, 1)
     sys.stdout = sys.stderr
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _outlive_the_signals_of_the_run()
     nowhere = open(os.devnull, "w")  # noqa: SIM115  (open for as long as the process lives)
 
     guard = _Guard()
@@ -73,6 +75,17 @@ def main() -> None:
         faulthandler.cancel_dump_traceback_later()
         answer = {"index": index, "value": verdict.value, "error": verdict.error, "spent": spent}
         _write(answers, json.dumps(answer).encode() + b"\n")
+
+
+def _outlive_the_signals_of_the_run() -> None:
+    """Grade on where every process of a job is asked to stop: the run finishes its step first, and then ends this.
+
+    A handler that does nothing, where "ignore" would be inherited by the programs that a reward starts.
+    """
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    for number in numbers:
+        signal.signal(number, lambda *_: None)
+    os.register_at_fork(after_in_child=lambda: [signal.signal(number, signal.SIG_DFL) for number in numbers])
 
 
 class _Guard:

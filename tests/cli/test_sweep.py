@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -60,6 +62,28 @@ def test_a_sweep_runs_resumes_and_tabulates(call, recipe, tmp_path):  # noqa: F8
     assert "2 runs, 1 of them done before" in out
     assert (folder / "beta=0.1-seed1" / "metrics.jsonl").stat().st_mtime_ns == before
     assert json.loads((folder / "results.json").read_text())["points"] == results
+
+    path.write_text(whole + '{"step": 2, "lo')  # a line that a kill left half written
+    code, out, err = call("sweep", "sweep.yaml", "--cores", "2", "--quiet")
+    assert code == 0, err
+    assert "2 runs, 2 of them done before" in out
+
+
+def test_an_interrupted_sweep_waits_for_its_runs_to_save(call, recipe, tmp_path, monkeypatch):  # noqa: F811
+    started: list[subprocess.Popen] = []
+
+    def start(*_):
+        started.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1)"]))
+        return started[-1]
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("covary.sweep._start", start)
+    monkeypatch.setattr("covary.sweep.time.sleep", interrupted)
+    write(tmp_path / "sweep.yaml")
+    assert call("sweep", "sweep.yaml", "--cores", "2", "--quiet")[0] == 130
+    assert [process.returncode for process in started] == [0, 0]
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,20 @@ def act(completion):
         child = subprocess.Popen(["sleep", "1000"])
         open(rest, "w").write(str(child.pid))
         time.sleep(1000)
+    if word == "nap":
+        open(rest, "w").write(str(os.getpid()))
+        time.sleep(1)
+        return 1.0
+    if word == "children":  # one forked, one a program: how a signal ends them
+        import multiprocessing
+        forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
+        forked.start()
+        program = subprocess.Popen(["sleep", "1000"])
+        time.sleep(0.2)
+        for child in (forked, program):
+            os.kill(child.pid, int(rest))
+        forked.join()
+        return forked.exitcode + program.wait()
     if word == "note":
         open(rest, "w").write(str(os.getpid()))
         time.sleep(1000)
@@ -159,6 +173,24 @@ def test_killed_from_outside_at_work(task: FunctionFile, make_pool: Callable[...
     killer.join()
     died = Graded(None, "the grader's process died (signal 9)")
     assert verdicts == [Graded(1.0), died, Graded(2.0)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_every_process_of_the_job_costs_no_verdict(
+    number: int, task: FunctionFile, make_pool: Callable[..., Pool], tmp_path: Path
+) -> None:
+    """A cluster's SIGTERM reaches the workers too, while the run finishes its step. A reward's own children still obey."""
+    note = tmp_path / "pid"
+    pool = make_pool(workers=1, deadline=30)
+
+    def signal_worker() -> None:
+        assert wait_for(lambda: note.exists() and note.read_text() != "", 30)
+        os.kill(int(note.read_text()), number)
+
+    signaller = threading.Thread(target=signal_worker)
+    signaller.start()
+    assert pool.run(task, items(f"nap {note}", f"children {number}")) == [Graded(1.0), Graded(-2.0 * number)]
+    signaller.join()
 
 
 def test_stopped_process_and_an_item_larger_than_a_pipe(task: FunctionFile, make_pool: Callable[..., Pool]) -> None:
