@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from covary import checkpoint as checkpoints
 from covary.batch import Algorithm, Batch, Reduce, RolloutEngine, Scores, TrainEngine, one_process
 from covary.collate import attach, attach_features, collate, rows_of, take_rows
+from covary.doctor import Doctor
 from covary.evaluate import Evaluator, grade
 from covary.log import RunLog, Screen, step_line, summary
 from covary.metrics import Clock, is_policy_logp, rollout_metrics, sampling_kl, score_watched, update_metrics
@@ -95,6 +96,7 @@ class Run:
         reduce: sum over ranks.
         recipe: stored in every checkpoint; a resume compares it.
         data: fingerprint of the training rows, likewise.
+        doctor: looks at every step; None: nobody does.
         warned: what the user was told once.
     """
 
@@ -127,6 +129,7 @@ class Run:
     recipe: dict[str, Any] = field(default_factory=dict)
     data: str = ""
     screen: Screen = field(default_factory=Screen)
+    doctor: Doctor | None = None
     warned: set[str] = field(default_factory=set)
 
 
@@ -169,13 +172,17 @@ def train(run: Run, resume: checkpoints.Checkpoint | None = None) -> dict[str, f
             if scheduled:
                 row |= _evaluate(run)
             last = progress.step == run.steps
-            if last or (run.checkpoint_every is not None and progress.step % run.checkpoint_every == 0):
+            reason = run.doctor.reason_to_stop(row) if run.doctor else None
+            if last or reason or (run.checkpoint_every is not None and progress.step % run.checkpoint_every == 0):
                 # Before the final evaluation: that one is no part of a longer run's metrics.
                 _save(run, progress, {"metrics_position": position, "row": row})
             if last and not scheduled:
                 row = row | _evaluate(run)
             log.metrics(row)
             run.screen.say(step_line(row, run.steps))
+            if reason:
+                newest = checkpoints.checkpoints(run.folder)[-1].folder
+                raise RunError(f"doctor: {reason}; doctor: stop ended the run, the last checkpoint is {newest}")
     if progress.updates == 0:
         raise RunError("the run ended without one update: no step had a row to learn from (see the warnings above)")
     for line in summary(log.first(), row):
@@ -213,7 +220,8 @@ def train_step(run: Run, sampler: Sampler, progress: Progress, log: RunLog) -> d
     for text in _shown(run, everything):
         run.screen.say(text)
     progress.step = step
-    return {"step": step, **rollout_metrics(everything, count), **metrics, "lr": lr, **clock.metrics(everything)}
+    row = {"step": step, **rollout_metrics(everything, count), **metrics, "lr": lr, **clock.metrics(everything)}
+    return row | _diagnose(run, row, everything)
 
 
 def collect(
@@ -473,6 +481,14 @@ def _shown(run: Run, groups: list[Group]) -> Iterator[str]:
         yield f"    {question[-80:]!r} -> {completion.text[:120]!r}  reward {'none' if reward is None else f'{reward:g}'}"
 
 
+def _diagnose(run: Run, row: dict[str, float], groups: list[Group]) -> dict[str, float]:
+    """Show the doctor's new findings, and name them in the step's row."""
+    findings = run.doctor.examine(row, groups) if run.doctor else {}
+    for text in findings.values():
+        run.screen.say(f"doctor: {text}")
+    return {f"doctor/{name}": 1.0 for name in findings}
+
+
 def _evaluate(run: Run) -> dict[str, float]:
     if run.evaluator is None:
         return {}
@@ -498,6 +514,7 @@ def _save(run: Run, progress: Progress, log_state: dict[str, Any]) -> None:
             "recipe": run.recipe,
             "data": run.data,
             "rollout": run.rollout.state(),
+            "doctor": run.doctor.state() if run.doctor else {},
             **log_state,
         },
         keep_last=run.keep_last,
@@ -514,6 +531,8 @@ def _restore(run: Run, log: RunLog, resume: checkpoints.Checkpoint) -> tuple[Pro
     progress, row = Progress(**state["progress"]), state["row"]
     run.rollout.load_weights(None, progress.updates)
     run.rollout.load_state(state["rollout"])
+    if run.doctor:
+        run.doctor.load_state(state.get("doctor", {}))
     log.rewind(state["metrics_position"], progress.step)
     if progress.step == run.steps and not (run.eval_every and progress.step % run.eval_every == 0):
         row = row | _evaluate(run)  # the run had ended: its final evaluation belongs to its last row
