@@ -26,9 +26,9 @@ SAMPLING_KL = 0.01
 OLD_KL = 0.3
 """Nats per token within one step. The shipped recipes stay below 0.02."""
 INITIAL_KL = 4.0
-"""Nats per token: as if the initial model gave each token e**-4 = 2 %. The shipped recipes stay below 1; k3 has a long tail."""
+"""Nats per token: as if the initial model gave each token e**-4 = 2 %. The shipped recipes stay below 1."""
 SHORTER = 0.25
-"""Share of the first steps' mean length. Short right answers are shorter too, so the reward has to be no better as well."""
+"""Share of the first steps' mean length. Good answers may become shorter too: the reward has to be no better as well."""
 LONGER = 2.0
 """Times the first steps' mean length, where the limit also cuts most completions and the reward is no better."""
 LONGER_TRUNCATED = 0.5
@@ -67,8 +67,8 @@ def open_turn(turn_end: str, end_tokens: Sequence[str]) -> str:
     """That a chat template ends an answer with what ends no completion, and what to do."""
     return (
         f"the chat template ends an answer with {turn_end!r}, which ends no completion here (end tokens: "
-        f"{', '.join(map(repr, end_tokens)) or 'none'}): set rollout.stop: [{json.dumps(turn_end, ensure_ascii=False)}], "
-        "or make it the tokenizer's end token"
+        f"{', '.join(map(repr, end_tokens)) or 'none'}): "
+        f"set rollout.stop: [{json.dumps(turn_end, ensure_ascii=False)}], or make it the tokenizer's end token"
     )
 
 
@@ -159,8 +159,8 @@ def _no_end(step: Step) -> str | None:
         return None
     return (
         f"not one of {len(step.sampled)} completions of this step ended itself: no end token "
-        f"({', '.join(map(repr, step.facts.end_tokens)) or 'the model has none'}) and no stop text was sampled; if a higher "
-        "rollout.max_tokens does not help, the model never learned to end: name what its answers end with in "
+        f"({', '.join(map(repr, step.facts.end_tokens)) or 'the model has none'}) and no stop text was sampled; if a "
+        "higher rollout.max_tokens does not help, the model never learned to end: name what its answers end with in "
         "rollout.stop, or use another prompt form (task.template)"
     )
 
@@ -180,7 +180,10 @@ def _unscorable(step: Step) -> str | None:
     count = step.row.get("rows/unscorable", 0)
     if not step.facts.needs_reward or count == 0 or any(step.rewards):
         return None
-    return f"none of {count:g} completions got a reward: the reward function gave None or NaN for every one; try it on a line of rollouts/"
+    return (
+        f"none of {count:g} completions got a reward: the reward function gave None or NaN for every one; "
+        "try it on a line of rollouts/"
+    )
 
 
 def _collapsed(step: Step) -> str | None:
@@ -189,7 +192,7 @@ def _collapsed(step: Step) -> str | None:
         return None
     return (
         f"all completions of a prompt are the same text, for each of {len(several)} prompts (entropy "
-        f"{step.row.get('entropy', math.nan):.2g} nats per token): the policy tries nothing else, so no completion is "
+        f"{max(0.0, step.row.get('entropy', 0.0)):.2g} nats per token): the policy tries nothing else, so no completion is "
         "better than another; raise rollout.temperature, lower optimizer.lr, or start from an earlier checkpoint"
     )
 
@@ -203,11 +206,17 @@ def _no_update(step: Step) -> str | None:
         counts = ", ".join(f"{name} {row[name]:g}" for name in left if row.get(name)) or "nothing was sampled"
         reason = f"no row was left to learn from ({counts}); docs/concepts.md says what leaves a batch"
     elif row["updates/skipped"] >= step.facts.updates:
-        reason = f"all {row['updates/skipped']:g} updates were skipped, their gradients are not finite: lower optimizer.lr or scale the rewards down"
+        reason = (
+            f"all {row['updates/skipped']:g} updates were skipped, their gradients are not finite: "
+            "lower optimizer.lr or scale the rewards down"
+        )
     elif row["lr"] == 0:
         reason = "the learning rate is 0: raise optimizer.lr"
     elif row["grad_norm"] == 0:
-        reason = "the gradient is exactly 0 although rewards differ: the method keeps none of the rows, everything is clipped, or no trainable parameter has a part in the loss"
+        reason = (
+            "the gradient is exactly 0: the method keeps none of the rows, everything is clipped, or no trainable "
+            "parameter has a part in the loss"
+        )
     return reason and f"no update moved the weights: {reason}"
 
 
@@ -235,22 +244,22 @@ def _equal_rewards(step: Step) -> str | None:
     if not step.flat or equal == 0 or (equal == 1 and step.varied):
         return None
     if equal is None:
-        what = f"the completions of a prompt all got the same reward, for each of {len(step.rewards)} prompts: it does not depend on what the policy writes"
+        what = f"the completions of a prompt all got the same reward, for each of {len(step.rewards)} prompts"
     else:
         what = f"every one of {sum(map(len, step.rewards))} completions got reward {equal:g}"
     cause = " from the first step on" if equal == 1 else ""
     return (
-        f"{what}{cause}, so none is better than another: see in rollouts/ whether the reward tells good completions from "
-        "bad ones, and whether the questions are of use to this model (neither too easy nor too hard)"
+        f"{what}{cause}, so none is better than another: see in rollouts/ whether the reward tells good completions "
+        "from bad ones, and whether the questions are of use to this model (neither too easy nor too hard)"
     )
 
 
 def _sampling_drift(step: Step) -> str | None:
     value = step.row.get("kl/sampling", 0.0)
-    if value < SAMPLING_KL:
+    if not value >= SAMPLING_KL:  # NaN is none of this
         return None
     return (
-        f"kl/sampling is {value:.2g} nats per token: the rollout's log-probs are not those of the policy that is trained "
+        f"kl/sampling is {value:.2g} nats per token: the rollout's log-probs are not those of the trained policy "
         "(other weights, precision, temperature or prompt), so ratios and gradients are wrong; compare engine.autocast "
         "and rollout.temperature on both sides, and report it if they agree"
     )
@@ -259,7 +268,7 @@ def _sampling_drift(step: Step) -> str | None:
 def _shorter(step: Step) -> str | None:
     if step.longer > SHORTER or not step.no_better:
         return None
-    return f"{step.lengths}: answers collapse; lower optimizer.lr, and see in rollouts/ what the reward likes about short ones"
+    return f"{step.lengths}: answers collapse; lower optimizer.lr, and see in rollouts/ why short ones are rewarded"
 
 
 def _longer(step: Step) -> str | None:
@@ -273,7 +282,7 @@ def _longer(step: Step) -> str | None:
 
 def _old_kl(step: Step) -> str | None:
     value = step.row.get("kl/old", 0.0)
-    if value < OLD_KL:
+    if not value >= OLD_KL:  # NaN is none of this
         return None
     return (
         f"kl/old is {value:.2g} nats per token: within a step the policy leaves the one that sampled, and the later "
@@ -284,11 +293,11 @@ def _old_kl(step: Step) -> str | None:
 
 def _initial_kl(step: Step) -> str | None:
     value = step.row.get("kl/initial", 0.0)
-    if value < INITIAL_KL:
+    if not value >= INITIAL_KL:  # NaN is none of this
         return None
     return (
-        f"kl/initial is {value:.2g} nats per token: little of the initial model is left; lower optimizer.lr or raise the "
-        "method's weight on the KL, and go back to an earlier checkpoint"
+        f"kl/initial is {value:.2g} nats per token: little of the initial model is left; lower optimizer.lr or raise "
+        "the method's weight on the KL, and go back to an earlier checkpoint"
     )
 
 

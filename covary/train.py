@@ -482,7 +482,7 @@ def _shown(run: Run, groups: list[Group]) -> Iterator[str]:
 
 
 def _diagnose(run: Run, row: dict[str, float], groups: list[Group]) -> dict[str, float]:
-    """Show the doctor's new findings, and name them in the step's row."""
+    """The doctor's new findings, shown, as metrics of the step."""
     findings = run.doctor.examine(row, groups) if run.doctor else {}
     for text in findings.values():
         run.screen.say(f"doctor: {text}")
