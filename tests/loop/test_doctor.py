@@ -216,10 +216,15 @@ def test_a_resumed_run_says_nothing_twice_and_forgets_nothing(tmp_path, capsys):
     assert findings(whole / "run")["equal_rewards"] == 5
 
 
-def test_doctor_off_says_nothing(tmp_path, capsys):
+def test_doctor_off_says_nothing_and_changes_no_number(tmp_path, capsys):
     run(tmp_path, steps=6, reward=half, doctor="off")
     assert findings(tmp_path / "run") == {}
     assert "doctor:" not in capsys.readouterr().out
+    other = tmp_path / "other"
+    other.mkdir()
+    run(other, steps=6, reward=half)
+    watched = [{k: v for k, v in row.items() if not k.startswith("doctor/")} for row in metrics(other / "run")]
+    assert [comparable(row) for row in watched] == [comparable(row) for row in metrics(tmp_path / "run")]
 
 
 # -- healthy runs ---------------------------------------------------------------------------------------------
