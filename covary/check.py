@@ -48,8 +48,9 @@ def check(config: RunConfig, *, with_model: bool, screen: Screen) -> None:
     if tokenizer is not None:
         architecture = load_config(config.model.name, config.model.trust_remote_code, offline=not with_model)
         resolved.check_lengths(tokenizer, architecture)
-        known = (tokenizer, load_generation_config(config.model.name), architecture.get_text_config(decoder=True))
-        if warning := resolved.end_warning(tokenizer, end_ids(*known)):
+        generation = load_generation_config(config.model.name, offline=not with_model)
+        ends = end_ids(tokenizer, generation, architecture.get_text_config(decoder=True))
+        if warning := resolved.end_warning(tokenizer, ends):
             screen.say(f"warning: {warning}")
     for example in resolved.task.train[:RENDERED]:
         if tokenizer is None:

@@ -57,10 +57,10 @@ def load_config(name: str, trust_remote_code: bool = False, *, offline: bool = F
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=offline)
 
 
-def load_generation_config(name: str) -> GenerationConfig | None:
-    """What the checkpoint stores beside its configuration for generation (end ids), where this machine holds it."""
+def load_generation_config(name: str, *, offline: bool = False) -> GenerationConfig | None:
+    """What the checkpoint stores for generation (only its end ids are ever used), None where it stores nothing."""
     try:
-        return GenerationConfig.from_pretrained(model_path(name), local_files_only=True)
+        return GenerationConfig.from_pretrained(model_path(name), local_files_only=offline)
     except OSError:
         return None
 
