@@ -32,15 +32,17 @@ from covary.config import (
     validate_task,
     warnings_for,
 )
+from covary.doctor import Doctor, Facts, open_turn
 from covary.engines.local import LocalEngine
 from covary.evaluate import Evaluator
 from covary.jsonlines import read_jsonl
 from covary.lock import LOCK_FILE, run_lock
 from covary.log import Screen
 from covary.models.loading import context_length, load_config, load_model, load_tokenizer, pick_device
-from covary.prompts import Template, load_template, prompt_group
+from covary.prompts import Template, TurnEnd, load_template, open_turn_end, prompt_group
 from covary.quantities import QUANTITIES
-from covary.rewards import Reward, build_reward
+from covary.rewards import EXTRACTORS, Grader, Reward, build_reward
+from covary.rewards.reward import PooledReward
 from covary.rollout.dataset import DatasetRollout
 from covary.rollout.given import GivenRollout
 from covary.rollout.replay import ReplayRollout
@@ -361,6 +363,20 @@ class Resolved:
             digest.update(repr((example.id, example.prompt, example.answer)).encode("utf-8", "surrogatepass"))
         return digest.hexdigest()
 
+    def open_turn_end(self, tokenizer: Any, end_ids: frozenset[int]) -> TurnEnd | None:
+        """The end of an answer's turn in the chat template, where training samples completions that go on behind it."""
+        chats = self.config.rollout.engine != "dataset" and "chat" in self.template.contexts.values()
+        if not chats or isinstance(self.task.train[0].prompt, str):
+            return None
+        return open_turn_end(tokenizer, end_ids, self.sampling.stop)
+
+    def end_warning(self, tokenizer: Any, end_ids: frozenset[int]) -> str | None:
+        """That the template's own end token ends no completion. Of a template that ends turns with text nothing is known."""
+        turn_end = self.open_turn_end(tokenizer, end_ids)
+        if turn_end is None or turn_end.token is None:
+            return None
+        return open_turn(turn_end.text, _written(tokenizer, end_ids))
+
     def check_lengths(self, tokenizer: Any, architecture: Any) -> None:
         """Refuse prompts that leave no room for a completion in the model's context."""
         check_lengths(self.task.train, self.template, tokenizer, architecture, self.sampling.max_tokens)
@@ -467,6 +483,8 @@ def build(resolved: Resolved, screen: Screen) -> Run:
         )
     sampler = TransformersRollout(model, tokenizer, autocast=autocast)
     sampler.on_progress = screen.completions
+    if warning := resolved.end_warning(tokenizer, sampler.end_ids):
+        screen.say(f"note: {warning}")
     evaluator = None
     if resolved.eval_reward is not None and task.test:
         evaluator = Evaluator(
@@ -510,7 +528,30 @@ def build(resolved: Resolved, screen: Screen) -> Run:
         recipe=to_dict(config),
         data=resolved.fingerprint,
         screen=screen,
+        doctor=_doctor(resolved, tokenizer, sampler.end_ids),
     )
+
+
+def _doctor(resolved: Resolved, tokenizer: Any, end_ids: frozenset[int]) -> Doctor | None:
+    config, reward = resolved.config, resolved.reward
+    if config.doctor == "off":
+        return None
+    turn_end = resolved.open_turn_end(tokenizer, end_ids)
+    extractor = reward.task.extract if isinstance(reward, PooledReward) and isinstance(reward.task, Grader) else "none"
+    facts = Facts(
+        max_tokens=resolved.sampling.max_tokens,
+        end_tokens=_written(tokenizer, end_ids),
+        turn_end=turn_end.text if turn_end else None,
+        extractor=extractor,
+        extract=EXTRACTORS[extractor] if extractor != "none" else None,
+        needs_reward=config.algorithm.needs_reward,
+        updates=updates_per_rollout(config),
+    )
+    return Doctor(facts, stop=config.doctor == "stop")
+
+
+def _written(tokenizer: Any, ids: frozenset[int]) -> tuple[str, ...]:
+    return tuple(tokenizer.decode([id]) for id in sorted(ids))
 
 
 def check_lengths(

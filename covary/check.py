@@ -12,9 +12,10 @@ from typing import Any
 from covary.api import Resolved, build, resolve, run_and_close
 from covary.config import RunConfig, updates_per_rollout, warnings_for
 from covary.log import Screen
-from covary.models.loading import load_config, load_tokenizer, model_path
+from covary.models.loading import load_config, load_generation_config, load_tokenizer, model_path
 from covary.prompts import prompt_group
 from covary.rewards import GRADERS, Grader, build_reward
+from covary.rollout.transformers import end_ids
 from covary.settings import Checkpoint, Log
 from covary.tasks.task import Task
 from covary.train import planned_steps
@@ -45,9 +46,12 @@ def check(config: RunConfig, *, with_model: bool, screen: Screen) -> None:
         screen.say(line)
     tokenizer = _tokenizer(config, with_model, screen)
     if tokenizer is not None:
-        resolved.check_lengths(
-            tokenizer, load_config(config.model.name, config.model.trust_remote_code, offline=not with_model)
-        )
+        architecture = load_config(config.model.name, config.model.trust_remote_code, offline=not with_model)
+        resolved.check_lengths(tokenizer, architecture)
+        generation = load_generation_config(config.model.name, offline=not with_model)
+        ends = end_ids(tokenizer, generation, architecture.get_text_config(decoder=True))
+        if warning := resolved.end_warning(tokenizer, ends):
+            screen.say(f"warning: {warning}")
     for example in resolved.task.train[:RENDERED]:
         if tokenizer is None:
             screen.say(f"prompt {example.id}: {example.prompt!r}")

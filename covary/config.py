@@ -61,7 +61,7 @@ class RunConfig:
         eval: evaluation on the test split.
         checkpoint: when to save.
         log: what to report.
-        doctor: always off in this version.
+        doctor: what to do when the run cannot learn: say so, stop, or do not look.
     """
 
     out: Text | None = None
@@ -80,7 +80,7 @@ class RunConfig:
     eval: Eval = field(default_factory=Eval)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     log: Log = field(default_factory=Log)
-    doctor: Literal["off"] = "off"
+    doctor: Literal["warn", "stop", "off"] = "warn"
 
 
 RESUMABLE = frozenset({"steps", "eval", "checkpoint", "log"})

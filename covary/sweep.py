@@ -18,6 +18,7 @@ import itertools
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -143,13 +144,22 @@ def run_sweep(sweep: Sweep, cores: int, threads: int, screen: Screen) -> list[st
 
 @contextmanager
 def _waited_for(running: Mapping[subprocess.Popen, Job]) -> Iterator[None]:
-    """Ctrl-C reaches every run: each finishes its step and saves, and only then may the sweep be started again."""
+    """Runs under way finish their step and save; only then may the sweep be started again, which would meet them."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # has reached every run of the terminal too; a second signal would end them at once
         for process in running:
             process.wait()
         raise
+    except BaseException:
+        for process in running:
+            process.terminate()
+        for process in running:
+            process.wait()
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _start(sweep: Sweep, job: Job, threads: int) -> subprocess.Popen:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from covary import checkpoint as checkpoints
 from covary.batch import Algorithm, Batch, Reduce, RolloutEngine, Scores, TrainEngine, one_process
 from covary.collate import attach, attach_features, collate, rows_of, take_rows
+from covary.doctor import Doctor
 from covary.evaluate import Evaluator, grade
 from covary.log import RunLog, Screen, step_line, summary
 from covary.metrics import Clock, is_policy_logp, rollout_metrics, sampling_kl, score_watched, update_metrics
@@ -99,6 +100,7 @@ class Run:
         reduce: sum over ranks.
         recipe: stored in every checkpoint; a resume compares it.
         data: fingerprint of the training rows, likewise.
+        doctor: looks at every step; None: nobody does.
         warned: what the user was told once.
     """
 
@@ -131,6 +133,7 @@ class Run:
     recipe: dict[str, Any] = field(default_factory=dict)
     data: str = ""
     screen: Screen = field(default_factory=Screen)
+    doctor: Doctor | None = None
     warned: set[str] = field(default_factory=set)
 
 
@@ -179,9 +182,10 @@ def train(run: Run, resume: checkpoints.Checkpoint | None = None, stop: Stop | N
             position = log.position()
             row = train_step(run, sampler, progress, log)
             progress.position = sampler.position
+            reason = run.doctor.reason_to_stop(row) if run.doctor else None
             # Saved before the evaluation, which a resume repeats: what ends the run there loses no step, and an
             # evaluation because the run ends is no part of a longer run's metrics.
-            if stop.asked or _checkpoint_is_due(run, progress.step):
+            if stop.asked or reason or _checkpoint_is_due(run, progress.step):
                 _save(run, progress, position, row)
                 saved = progress.step
             evaluated = row
@@ -191,6 +195,8 @@ def train(run: Run, resume: checkpoints.Checkpoint | None = None, stop: Stop | N
                 evaluated = row | _evaluate(run)
             log.metrics(evaluated)
             run.screen.say(step_line(evaluated, run.steps))
+            if reason:
+                raise RunError(f"doctor: {reason}; `doctor: stop` ended the run")
     if stop.asked:
         if saved != progress.step:
             _save(run, progress, position, row)
@@ -232,7 +238,8 @@ def train_step(run: Run, sampler: Sampler, progress: Progress, log: RunLog) -> d
     for text in _shown(run, everything):
         run.screen.say(text)
     progress.step = step
-    return {"step": step, **rollout_metrics(everything, count), **metrics, "lr": lr, **clock.metrics(everything)}
+    row = {"step": step, **rollout_metrics(everything, count), **metrics, "lr": lr, **clock.metrics(everything)}
+    return row | _diagnose(run, row, everything)
 
 
 def collect(
@@ -505,6 +512,14 @@ def _shown(run: Run, groups: list[Group]) -> Iterator[str]:
         yield f"    {question[-80:]!r} -> {completion.text[:120]!r}  reward {'none' if reward is None else f'{reward:g}'}"
 
 
+def _diagnose(run: Run, row: dict[str, float], groups: list[Group]) -> dict[str, float]:
+    """The doctor's new findings, shown, as metrics of the step."""
+    findings = run.doctor.examine(row, groups) if run.doctor else {}
+    for text in findings.values():
+        run.screen.say(f"doctor: {text}")
+    return {f"doctor/{name}": 1.0 for name in findings}
+
+
 def _evaluate(run: Run) -> dict[str, float]:
     if run.evaluator is None:
         return {}
@@ -539,6 +554,7 @@ def _save(run: Run, progress: Progress, position: int, row: dict[str, float]) ->
             "recipe": run.recipe,
             "data": run.data,
             "rollout": run.rollout.state(),
+            "doctor": run.doctor.state() if run.doctor else {},
             "metrics_position": position,
             "row": row,
         },
@@ -556,6 +572,8 @@ def _restore(run: Run, resume: checkpoints.Checkpoint) -> tuple[Progress, int, d
     progress = Progress(**state["progress"])
     run.rollout.load_weights(None, progress.updates)
     run.rollout.load_state(state["rollout"])
+    if run.doctor:
+        run.doctor.load_state(state.get("doctor", {}))
     run.screen.say(f"resumed after step {progress.step} from {resume.folder}")
     return progress, state["metrics_position"], state["row"]
 

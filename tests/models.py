@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 
@@ -55,4 +56,16 @@ def save_random_model(folder: Path, **options: int) -> Path:
     """An ordinary Hugging Face folder with the byte tokenizer."""
     random_llama(**options).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def save_with_another_end(folder: Path) -> Path:
+    """A model whose chat template ends turns with <|im_end|> and whose end token is <pad>."""
+    model, tokenizer = random_llama(), deepcopy(byte_tokenizer())
+    model.config.eos_token_id = 258
+    assert model.generation_config is not None
+    model.generation_config.eos_token_id = 258
+    tokenizer.eos_token = "<pad>"
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return folder

@@ -81,7 +81,7 @@ def test_a_recipe_becomes_a_configuration(tmp_path: Path):
     assert built.task == ReasoningGym(tasks={"chain_sum": {"max_digits": 2}}, train=20, test=10)
     assert built.rollout.stop == ("</answer>",)
     assert built.optimizer == Optimizer(lr=1e-4, prompts=2, warmup=0.05)
-    assert (built.model.name, built.reference, built.doctor) == ("tiny", None, "off")
+    assert (built.model.name, built.reference, built.doctor) == ("tiny", None, "warn")
 
 
 @pytest.mark.parametrize(
@@ -323,7 +323,7 @@ def test_a_task_and_an_algorithm_are_required():
         ("checkpoint.keep_last=0", "checkpoint.keep_last: takes an integer above 0 or -1, got 0"),
         ("log.samples=-1", "log.samples: takes an integer from 0, got -1"),
         ("log.tracker=wandb", "log.tracker: takes only none, got the text 'wandb'"),
-        ("doctor=warn", "doctor: takes only off, got the text 'warn'"),
+        ("doctor=on", "doctor: takes one of warn, stop, off, got the text 'on'"),
         ("reference=teacher", "reference: takes one of old, initial or null, got the text 'teacher'"),
         ("teacher.name=x", "teacher: no algorithm of this version reads a teacher; leave the key out"),
         ("task.train='20'", "task.train: takes an integer, got the text '20'"),

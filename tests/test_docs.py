@@ -10,12 +10,12 @@ import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
 
-from covary import settings
+from covary import doctor, settings
 from covary.algorithms import ALGORITHMS, GVPO
 from covary.batch import Batch
 from covary.cli import app
@@ -252,6 +252,27 @@ def test_metrics_and_their_tables_are_the_same(tmp_path: Path) -> None:
     run(other, steps=1, reference="initial")
     more = set(metrics(other / "run")[-1])
     assert more - always - own == sometimes
+
+
+def test_the_doctors_page_names_every_finding_with_its_patience_and_thresholds() -> None:
+    findings = table(section(DOCS / "doctor.md", "Findings"))
+    assert {name: int(cells[0]) for name, cells in findings.items()} == {
+        name: patience for name, (patience, _) in doctor.SYMPTOMS.items()
+    }
+    numbers = {name: [float(n) for n in re.findall(r"\d+(?:\.\d+)?", cells[1])] for name, cells in findings.items()}
+    first = doctor.FIRST_STEPS
+    thresholds = {
+        "past_end": [100 * doctor.PAST_END],
+        "truncated": [100 * doctor.TRUNCATED],
+        "sampling_drift": [doctor.SAMPLING_KL],
+        "shorter": [doctor.SHORTER, first],
+        "longer": [doctor.LONGER, first, 100 * doctor.LONGER_TRUNCATED],
+        "old_kl": [doctor.OLD_KL],
+        "initial_kl": [doctor.INITIAL_KL],
+    }
+    assert {name: numbers[name] for name in thresholds} == thresholds
+    options = table(prose(DOCS / "doctor.md").split("## Findings")[0])
+    assert list(options)[1:] == list(get_args(get_type_hints(RunConfig, localns={"Algorithm": Any})["doctor"]))
 
 
 def test_a_line_of_rollouts_has_the_documented_keys(authored: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from covary.log import no_library_bars
 from covary.scoring.chunked import project
@@ -61,6 +61,14 @@ def load_config(name: str, trust_remote_code: bool = False, *, offline: bool = F
     where = f"model.name: {name!r} is no shipped model ({', '.join(SHIPPED)}) or folder, and no configuration was found"
     with _explained(where):
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=offline)
+
+
+def load_generation_config(name: str, *, offline: bool = False) -> GenerationConfig | None:
+    """What the checkpoint stores for generation (only its end ids are ever used), None where it stores nothing."""
+    try:
+        return GenerationConfig.from_pretrained(model_path(name), local_files_only=offline)
+    except OSError:
+        return None
 
 
 def load_model(name: str, *, device: str | torch.device = "cpu", trust_remote_code: bool = False) -> nn.Module:

@@ -13,7 +13,7 @@ Shipped templates lie beside this file; a recipe may name a path.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -93,6 +93,51 @@ def prompt_group(example: Example, template: Template, tokenizer: Any) -> Group:
     if template.answer is not None and example.answer is not None:
         answer = tokenizer.encode(fill(template.answer, example), add_special_tokens=False)
     return Group(example, contexts, answer_tokens=answer)
+
+
+@dataclass(frozen=True)
+class TurnEnd:
+    """What a chat template puts behind an answer: a token of its markup, or text (token None)."""
+
+    text: str
+    token: int | None
+
+
+def open_turn_end(tokenizer: Any, end_ids: frozenset[int], stop: Sequence[str]) -> TurnEnd | None:
+    """The end of an answer's turn, where it does not end a completion; None where it does or cannot be told.
+
+    A model that was taught with the template will write it, and go on behind it with the next turn.
+
+    Args:
+        tokenizer: its chat template is rendered for a conversation.
+        end_ids: tokens that end a completion.
+        stop: texts that end a completion.
+    """
+    question, answer, following = "covary-question", "covary-answer", "covary-following"
+    turns = [
+        {"role": role, "content": content}
+        for role, content in (("user", question), ("assistant", answer), ("user", following))
+    ]
+    try:
+        longer, shorter = (tokenizer.apply_chat_template(part, tokenize=False) for part in (turns, turns[:2]))
+    except (TemplateError, ValueError):  # no template, or one that refuses such a conversation
+        return None
+    between, found, _ = longer.rpartition(answer)[2].partition(following)
+    if not found or answer not in shorter:
+        return None
+    # Some templates end the last turn with another token than those before it.
+    ends = [_first_markup(tokenizer, text) for text in (between, shorter.rpartition(answer)[2])]
+    if any(token in end_ids for token in ends) or any(text in between for text in stop):
+        return None
+    token = next((token for token in ends if token is not None), None)
+    if token is not None:
+        return TurnEnd(tokenizer.decode([token]), token)
+    return TurnEnd(between.rstrip(), None) if between.strip() else None
+
+
+def _first_markup(tokenizer: Any, text: str) -> int | None:
+    markup = tokenizer.added_tokens_decoder
+    return next((token for token in tokenizer.encode(text, add_special_tokens=False) if token in markup), None)
 
 
 def fill(form: str, example: Example) -> str:

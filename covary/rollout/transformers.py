@@ -83,12 +83,7 @@ class TransformersRollout:
         self.weights_version = 0
         self.on_progress: Callable[[int, int], None] | None = None
         self._config = model.config.get_text_config(decoder=True)
-        generation_config = getattr(model, "generation_config", None)
-        self.end_ids = frozenset(
-            _as_ids(getattr(tokenizer, "eos_token_id", None))
-            + _as_ids(getattr(generation_config, "eos_token_id", None))
-            + _as_ids(getattr(self._config, "eos_token_id", None))
-        )
+        self.end_ids = end_ids(tokenizer, getattr(model, "generation_config", None), self._config)
 
     def load_weights(self, state: Mapping[str, torch.Tensor] | None, version: int) -> None:
         """Records `version`; the weights themselves are the trainer's, so `state` is not read."""
@@ -353,6 +348,11 @@ def _inverse_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.T
 
 def _uniforms(seed: int, count: int) -> np.ndarray:
     return np.random.Generator(np.random.PCG64(seed)).random(count)
+
+
+def end_ids(*named: Any) -> frozenset[int]:
+    """Every id that ends a completion: each `eos_token_id` of a tokenizer and a model's configurations (None: absent)."""
+    return frozenset(id for one in named for id in _as_ids(getattr(one, "eos_token_id", None)))
 
 
 def _as_ids(ids: int | Sequence[int] | None) -> list[int]:

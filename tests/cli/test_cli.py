@@ -12,7 +12,7 @@ import yaml
 
 from covary.cli import main
 from tests.loop.mini import comparable, metrics
-from tests.models import save_random_model
+from tests.models import save_random_model, save_with_another_end
 
 
 @pytest.fixture(scope="session")
@@ -128,6 +128,16 @@ def test_check(call, recipe, tmp_path):
     assert code == 0, err
     assert "prompts are shown as messages" in out
     assert call("check", recipe, "model.name=nobody/nowhere")[0] == 2
+
+
+def test_check_reports_a_chat_template_whose_end_ends_nothing(call, recipe, tmp_path):
+    other = save_with_another_end(tmp_path / "other")
+    code, out, err = call("check", recipe, f"model.name={other}", "--no-model")
+    assert code == 0, err
+    assert "warning: the chat template ends an answer with '<|im_end|>', which ends no completion" in out
+    end_in_generation_config = json.loads((other / "generation_config.json").read_text()) | {"eos_token_id": [258, 257]}
+    (other / "generation_config.json").write_text(json.dumps(end_in_generation_config))
+    assert "ends no completion" not in call("check", recipe, "--no-model", f"model.name={other}")[1]
 
 
 def test_check_reports_a_grader_that_refuses_the_gold_answers(call, recipe, tmp_path):

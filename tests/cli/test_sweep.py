@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -84,6 +86,22 @@ def test_an_interrupted_sweep_waits_for_its_runs_to_save(call, recipe, tmp_path,
     write(tmp_path / "sweep.yaml")
     assert call("sweep", "sweep.yaml", "--cores", "2", "--quiet")[0] == 130
     assert [process.returncode for process in started] == [0, 0]
+
+
+def test_a_terminated_sweep_stops_its_runs(call, recipe, tmp_path, monkeypatch):  # noqa: F811
+    started: list[subprocess.Popen] = []
+
+    def start(*_):
+        started.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]))
+        return started[-1]
+
+    monkeypatch.setattr("covary.sweep._start", start)
+    monkeypatch.setattr("covary.sweep.time.sleep", lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    before = signal.getsignal(signal.SIGTERM)
+    write(tmp_path / "sweep.yaml")
+    assert call("sweep", "sweep.yaml", "--cores", "2", "--quiet")[0] == 143
+    assert [process.returncode for process in started] == [-signal.SIGTERM] * 2
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.parametrize(
