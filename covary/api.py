@@ -545,7 +545,6 @@ def _doctor(resolved: Resolved, tokenizer: Any, end_ids: frozenset[int]) -> Doct
         extractor=extractor,
         extract=EXTRACTORS[extractor] if extractor != "none" else None,
         needs_reward=config.algorithm.needs_reward,
-        updates=updates_per_rollout(config),
     )
     return Doctor(facts, stop=config.doctor == "stop")
 

@@ -51,7 +51,6 @@ class Facts:
         extract: the extractor of the training grader, None where it reads the whole text.
         extractor: its name.
         needs_reward: the method learns from rewards.
-        updates: optimizer updates a step.
     """
 
     max_tokens: int
@@ -60,7 +59,6 @@ class Facts:
     extract: Callable[[str], str | None] | None = None
     extractor: str = "none"
     needs_reward: bool = True
-    updates: int = 1
 
 
 def open_turn(turn_end: str, end_tokens: Sequence[str]) -> str:
@@ -205,11 +203,6 @@ def _no_update(step: Step) -> str | None:
         left = ("rows/invalid", "rows/unscorable", "groups/singleton", "groups/deselected")
         counts = ", ".join(f"{name} {row[name]:g}" for name in left if row.get(name)) or "nothing was sampled"
         reason = f"no row was left to learn from ({counts}); docs/concepts.md says what leaves a batch"
-    elif row["updates/skipped"] >= step.facts.updates:
-        reason = (
-            f"all {row['updates/skipped']:g} updates were skipped, their gradients are not finite: "
-            "lower optimizer.lr or scale the rewards down"
-        )
     elif row["lr"] == 0:
         reason = "the learning rate is 0: raise optimizer.lr"
     elif row["grad_norm"] == 0:

@@ -67,7 +67,6 @@ PROVOKED: list[tuple[str, int, dict[str, Any], str]] = [
     ("no_update", 3, {"optimizer": {"lr": 0.0}}, "the learning rate is 0"),
     ("no_update", 3, {"algorithm": Detached()}, "the gradient is exactly 0: the method keeps none"),
     ("no_update", 3, {"algorithm": NotANumber()}, r"no row was left to learn from \(rows/invalid 16, groups/singleton 4\)"),
-    ("no_update", 3, {"reward": lambda c, a: 1e22 * vowels(c, a)}, "all 2 updates were skipped"),
     ("collapsed", 5, {"rollout": {**SIZE, "temperature": 0.01}}, "the same text, for each of 4 prompts"),
     ("no_reward", 5, {"reward": None}, "every one of 16 completions got reward 0,"),
     ("equal_rewards", 5, {"reward": half}, "every one of 16 completions got reward 0.5,"),
