@@ -36,7 +36,7 @@ from covary.evaluate import Evaluator
 from covary.jsonlines import read_jsonl
 from covary.log import Screen
 from covary.models.loading import context_length, load_config, load_model, load_tokenizer, pick_device
-from covary.prompts import Template, load_template, prompt_group
+from covary.prompts import Room, Template, load_template, prompt_group
 from covary.quantities import QUANTITIES
 from covary.rewards import Reward, build_reward
 from covary.rollout.dataset import DatasetRollout
@@ -45,10 +45,13 @@ from covary.rollout.replay import ReplayRollout
 from covary.rollout.transformers import TransformersRollout
 from covary.seeding import derive_seed
 from covary.tasks.task import Task
+from covary.trackers import Tracker
 from covary.train import Run, Schedule, planned_steps
 from covary.train import train as run_loop
 from covary.types import Example, Sampling, UserError
 
+CHECKED_PROMPTS = 1000
+"""Training prompts whose lengths are checked before a run; the others when they are drawn."""
 PYTHON_REWARD = " (a Python function)"
 
 
@@ -296,6 +299,8 @@ class Resolved:
     sampling: Sampling
     eval_sampling: Sampling
     given: dict[str, list[str]]
+    fingerprint: str
+    """Of the training rows: what a resume must find again."""
 
     @property
     def models(self) -> set[str]:
@@ -304,18 +309,52 @@ class Resolved:
         names = {name for score in (*algorithm.frozen, *algorithm.trained) for name in score.models}
         return {reference_model(self.config) if name == "reference" else name for name in names} - {"policy"}
 
-    @property
-    def fingerprint(self) -> str:
-        """Of the training rows: what a resume must find again."""
-        digest = hashlib.blake2b(digest_size=16)
-        for example in self.task.train:
-            digest.update(repr((example.id, example.prompt, example.answer)).encode("utf-8", "surrogatepass"))
-        return digest.hexdigest()
+    def room(self, architecture: Any) -> Room:
+        """What the model can read of a training prompt."""
+        return _room(architecture, self.sampling.max_tokens)
 
-    def check_lengths(self, tokenizer: Any, architecture: Any) -> None:
-        """Refuse prompts that leave no room for a completion in the model's context."""
-        check_lengths(self.task.train, self.template, tokenizer, architecture, self.sampling.max_tokens)
+    def check_lengths(self, tokenizer: Any, architecture: Any) -> list[str]:
+        """Refuse prompts that leave no room for a completion in the model's context.
+
+        Every test prompt has to; of the training prompts some of the first, since those that do not are skipped when
+        they are drawn. Returns notes about them.
+
+        Raises:
+            UserError: naming the example and the lengths.
+        """
         check_lengths(self.task.test, self.template, tokenizer, architecture, self.eval_sampling.max_tokens)
+        first = self.task.train[:CHECKED_PROMPTS]
+        room = self.room(architecture)
+        complaints = [c for e in first if (c := room.complaint(prompt_group(e, self.template, tokenizer)))]
+        if len(complaints) == len(first):
+            raise UserError(complaints[0])
+        if complaints:
+            return [
+                f"{len(complaints)} of the first {len(first)} training prompts leave no room for a completion and are "
+                f"skipped when drawn; {complaints[0]}"
+            ]
+        return []
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What one pass over the training rows tells."""
+
+    fingerprint: str
+    rewarded: bool
+    without_completions: str | None
+
+    @classmethod
+    def of(cls, examples: Sequence[Example]) -> Survey:
+        """Fingerprint, whether any row brings rewards, the id of the first row without completions."""
+        digest = hashlib.blake2b(digest_size=16)
+        rewarded, without = False, None
+        for example in examples:
+            digest.update(repr((example.id, example.prompt, example.answer)).encode("utf-8", "surrogatepass"))
+            rewarded = rewarded or example.rewards is not None
+            if without is None and not example.completions:
+                without = example.id
+        return cls(digest.hexdigest(), rewarded, without)
 
 
 def resolve(config: RunConfig, function: Callable[..., object] | None = None) -> Resolved:
@@ -330,7 +369,8 @@ def resolve(config: RunConfig, function: Callable[..., object] | None = None) ->
     algorithm = config.algorithm
     template = load_template(getattr(config.task, "template", None) or algorithm.template)
     _check_needs(config, template)
-    reward, eval_reward = _rewards(config, task, function)
+    survey = Survey.of(task.train)
+    reward, eval_reward = _rewards(config, task, survey, function)
     rollout, eval_ = config.rollout, config.eval
     stop = (*rollout.stop, *([template.stop] if template.stop else []))
     return Resolved(
@@ -343,6 +383,7 @@ def resolve(config: RunConfig, function: Callable[..., object] | None = None) ->
         # A trace's stop string is no end of an answer.
         Sampling(eval_.max_tokens or rollout.max_tokens, eval_.temperature, rollout.stop),
         read_given(rollout.file.path, task.train) if rollout.file else {},
+        survey.fingerprint,
     )
 
 
@@ -395,7 +436,9 @@ def build(resolved: Resolved, screen: Screen) -> Run:
         screen.say(f"note: {line}")
     device = pick_device(config.engine.device)
     tokenizer = load_tokenizer(config.model.name, config.model.trust_remote_code)
-    resolved.check_lengths(tokenizer, load_config(config.model.name, config.model.trust_remote_code))
+    architecture = load_config(config.model.name, config.model.trust_remote_code)
+    for line in resolved.check_lengths(tokenizer, architecture):
+        screen.say(f"note: {line}")
 
     _seed_everything(config.seed)
     model = load_model(config.model.name, device=device, trust_remote_code=config.model.trust_remote_code)
@@ -434,6 +477,7 @@ def build(resolved: Resolved, screen: Screen) -> Run:
         model=model,
         tokenizer=tokenizer,
         template=resolved.template,
+        room=resolved.room(architecture),
         examples=task.train,
         reward=resolved.reward,
         rollout=_rollout(config, sampler, resolved.given, tokenizer),
@@ -457,31 +501,34 @@ def build(resolved: Resolved, screen: Screen) -> Run:
         recipe=to_dict(config),
         data=resolved.fingerprint,
         screen=screen,
+        tracker=_tracker(config, screen),
     )
 
 
+def _tracker(config: RunConfig, screen: Screen) -> Tracker | None:
+    if config.log.tracker == "none":
+        return None
+    project = config.log.project or "covary"
+    return Tracker(config.log.tracker, project, Path(config.out or "."), to_dict(config), screen.say)
+
+
 def check_lengths(
-    examples: list[Example], template: Template, tokenizer: Any, architecture: Any, max_tokens: int
+    examples: Sequence[Example], template: Template, tokenizer: Any, architecture: Any, max_tokens: int
 ) -> None:
     """Refuse prompts that leave no room for a completion in the model's context.
 
     Raises:
         UserError: naming the example and the lengths.
     """
-    limit = context_length(architecture)
-    known = getattr(architecture.get_text_config(), "vocab_size", None)
+    room = _room(architecture, max_tokens)
     for example in examples:
-        for name, ids in prompt_group(example, template, tokenizer).contexts.items():
-            if limit is not None and len(ids) + max_tokens > limit:
-                raise UserError(
-                    f"example {example.id!r}: its {name} has {len(ids)} tokens, and with max_tokens {max_tokens} "
-                    f"that is more than the model's context of {limit}; shorten it or lower max_tokens"
-                )
-            if known is not None and max(ids) >= known:
-                raise UserError(
-                    f"example {example.id!r}: its {name} has token {max(ids)}, and the model knows {known} tokens: "
-                    "tokenizer and model do not belong together"
-                )
+        complaint = room.complaint(prompt_group(example, template, tokenizer))
+        if complaint is not None:
+            raise UserError(complaint)
+
+
+def _room(architecture: Any, max_tokens: int) -> Room:
+    return Room(context_length(architecture), getattr(architecture.get_text_config(), "vocab_size", None), max_tokens)
 
 
 def model_of_run(name: str) -> str:
@@ -537,19 +584,17 @@ def _check_needs(config: RunConfig, template: Template) -> None:
 
 
 def _rewards(
-    config: RunConfig, task: Task, function: Callable[..., object] | None
+    config: RunConfig, task: Task, survey: Survey, function: Callable[..., object] | None
 ) -> tuple[Reward | None, Reward | None]:
     """The rewards of training and of evaluation, one object where they are the same."""
     algorithm = config.algorithm
     own = type(algorithm).reward is not Algorithm.reward
-    given = config.rollout.engine == "dataset" and any(example.rewards is not None for example in task.train)
-    if config.rollout.engine == "dataset":
-        for example in task.train:
-            if not example.completions:
-                raise UserError(
-                    f"example {example.id!r} has no completions, which rollout.engine: dataset learns from; "
-                    "name their column with task.completion"
-                )
+    given = config.rollout.engine == "dataset" and survey.rewarded
+    if config.rollout.engine == "dataset" and survey.without_completions is not None:
+        raise UserError(
+            f"example {survey.without_completions!r} has no completions, which rollout.engine: dataset learns from; "
+            "name their column with task.completion"
+        )
     if config.rollout.engine != "dataset":
         for name in ("rewards", "completion", "chosen"):
             if getattr(config.task, name, None) is not None:
@@ -600,4 +645,6 @@ def run_and_close(run: Run, resume: checkpoints.Checkpoint | None) -> Trained:
     finally:
         for reward in rewards.values():
             reward.close()
+        if run.tracker is not None:
+            run.tracker.close()
     return Trained(run.folder, metrics, run.model, run.tokenizer)

@@ -24,10 +24,11 @@ from covary.collate import attach, attach_features, collate, rows_of, take_rows
 from covary.evaluate import Evaluator, grade
 from covary.log import RunLog, Screen, step_line, summary
 from covary.metrics import Clock, is_policy_logp, rollout_metrics, sampling_kl, score_watched, update_metrics
-from covary.prompts import Template, prompt_group
+from covary.prompts import Room, Template, prompt_group
 from covary.rewards import Reward
 from covary.rollout.pieces import append_answers
 from covary.seeding import derive_seed
+from covary.trackers import Tracker
 from covary.types import Completion, Example, Group, RunError, Sampling, Score, Stream
 
 
@@ -86,6 +87,7 @@ class Run:
     """A run as objects. `api.py` makes it from a recipe.
 
     Attributes:
+        room: what the model can read; prompts that leave no room for a completion are skipped.
         prompts: prompts a rollout.
         completions: k.
         updates: optimizer batches per pass over a rollout.
@@ -103,6 +105,7 @@ class Run:
     model: nn.Module
     tokenizer: Any
     template: Template
+    room: Room
     examples: Sequence[Example]
     reward: Reward | None
     rollout: RolloutEngine
@@ -127,6 +130,7 @@ class Run:
     recipe: dict[str, Any] = field(default_factory=dict)
     data: str = ""
     screen: Screen = field(default_factory=Screen)
+    tracker: Tracker | None = None
     warned: set[str] = field(default_factory=set)
 
 
@@ -146,7 +150,7 @@ def train(run: Run, resume: checkpoints.Checkpoint | None = None) -> dict[str, f
     Raises:
         RunError: the run cannot go on (every row of a step failed, or the disk refused a checkpoint).
     """
-    log = RunLog(run.folder)
+    log = RunLog(run.folder, run.tracker)
     progress = Progress()
     row: dict[str, float] = {}
     if resume is not None:
@@ -186,7 +190,14 @@ def train(run: Run, resume: checkpoints.Checkpoint | None = None) -> dict[str, f
 def train_step(run: Run, sampler: Sampler, progress: Progress, log: RunLog) -> dict[str, float]:
     """One rollout and its updates; returns its metrics and moves `progress`."""
     clock = Clock()
-    names = ("rows/invalid", "rows/unscorable", "groups/singleton", "groups/deselected", "updates/skipped")
+    names = (
+        "prompts/too_long",
+        "rows/invalid",
+        "rows/unscorable",
+        "groups/singleton",
+        "groups/deselected",
+        "updates/skipped",
+    )
     count = dict.fromkeys(names, 0.0)
     step = progress.step + 1
 
@@ -228,9 +239,9 @@ def collect(
     errors: list[str] = []
     missing = run.prompts
     for draw in range(1 + run.max_regenerations):
-        examples = sampler.draw(missing)
         with clock("rollout"):
-            groups = generate(run, examples, progress, draw)
+            prompts = draw_prompts(run, sampler, missing, count)
+            groups = generate(run, prompts, progress, draw)
         everything += groups
         early = [score for score in run.algorithm.frozen if score.early]
         with clock("score"):
@@ -257,12 +268,31 @@ def collect(
     return everything, kept
 
 
-def generate(run: Run, examples: Sequence[Example], progress: Progress, draw: int) -> list[Group]:
-    """Completions of `examples` as the algorithm plans them, encoded as they will be scored."""
+def draw_prompts(run: Run, sampler: Sampler, wanted: int, count: dict[str, float]) -> list[Group]:
+    """The next `wanted` prompts, encoded. Those that leave no room for a completion are skipped and counted."""
+    prompts: list[Group] = []
+    seen = 0
+    while len(prompts) < wanted:
+        for example in sampler.draw(wanted - len(prompts)):
+            group = prompt_group(example, run.template, run.tokenizer)
+            complaint = run.room.complaint(group)
+            if complaint is None:
+                prompts.append(group)
+                continue
+            count["prompts/too_long"] += 1
+            _warn_once(run, "too long", f"prompts that leave no room for a completion are skipped; {complaint}")
+        seen += wanted
+        if not prompts and seen >= len(sampler.examples):
+            raise RunError("no training prompt leaves room for a completion; lower rollout.max_tokens")
+    return prompts
+
+
+def generate(run: Run, prompts: list[Group], progress: Progress, draw: int) -> list[Group]:
+    """Completions of `prompts` as the algorithm plans them, encoded as they will be scored."""
     seed = derive_seed(run.seed, "rollout", progress.step, draw)
+    examples = [group.example for group in prompts]
     plans = run.algorithm.plan(examples, run.completions, np.random.default_rng(seed))
-    groups = [prompt_group(example, run.template, run.tokenizer) for example in examples]
-    groups = run.rollout.generate(plans, groups, run.sampling, seed)
+    groups = run.rollout.generate(plans, prompts, run.sampling, seed)
     groups = append_answers(groups, run.template, run.tokenizer)
     attach_features(groups, run.algorithm)
     return groups

@@ -77,19 +77,21 @@ def call_batch_form(
 ) -> list[Graded]:
     """Call `(prompts, completions, **columns) -> list` on all rows, with the parameters it takes.
 
-    A completion of a chat prompt is passed as `[{"role": "assistant", "content": text}]`, as TRL
-    does. A column that some rows lack is None there. If the function raises, or does not return a
-    list of one reward a row, every row carries that error.
+    As in TRL, prompts and columns are what the data have, and a completion of a chat prompt is
+    `[{"role": "assistant", "content": text}]`. A column that some rows lack is None there, and where
+    the data have no column `answer` that name gives the reference answers. If the function raises, or
+    does not return a list of one reward a row, every row carries that error.
     """
     names = dict.fromkeys(name for example in examples for name in example.columns)
+    prompts = [example.prompt if example.given_prompt is None else example.given_prompt for example in examples]
     available: dict[str, list[Any]] = {
-        **{name: [example.columns.get(name) for example in examples] for name in names},
-        "prompts": [example.prompt for example in examples],
-        "completions": [
-            text if isinstance(example.prompt, str) else [{"role": "assistant", "content": text}]
-            for example, text in zip(examples, completions, strict=True)
-        ],
         "answer": [example.answer for example in examples],
+        **{name: [example.columns.get(name) for example in examples] for name in names},
+        "prompts": prompts,
+        "completions": [
+            text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+            for prompt, text in zip(prompts, completions, strict=True)
+        ],
     }
     parameters = _parameters(function)
     takes_all = bool(_names(parameters, _Kind.VAR_KEYWORD))
