@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -51,7 +52,7 @@ from covary.train import train as run_loop
 from covary.types import Example, Sampling, UserError
 
 CHECKED_PROMPTS = 1000
-"""Training prompts whose lengths are checked before a run; the others when they are drawn."""
+"""Training prompts, at most, whose lengths are checked before a run, evenly spread; the others when they are drawn."""
 PYTHON_REWARD = " (a Python function)"
 
 
@@ -316,22 +317,22 @@ class Resolved:
     def check_lengths(self, tokenizer: Any, architecture: Any) -> list[str]:
         """Refuse prompts that leave no room for a completion in the model's context.
 
-        Every test prompt has to; of the training prompts some of the first, since those that do not are skipped when
-        they are drawn. Returns notes about them.
+        Every test prompt has to, and of some training prompts at least one: those that do not are skipped when they
+        are drawn. Returns notes about them.
 
         Raises:
             UserError: naming the example and the lengths.
         """
         check_lengths(self.task.test, self.template, tokenizer, architecture, self.eval_sampling.max_tokens)
-        first = self.task.train[:CHECKED_PROMPTS]
+        some = self.task.train[:: math.ceil(len(self.task.train) / CHECKED_PROMPTS)]
         room = self.room(architecture)
-        complaints = [c for e in first if (c := room.complaint(prompt_group(e, self.template, tokenizer)))]
-        if len(complaints) == len(first):
+        complaints = [c for e in some if (c := room.complaint(prompt_group(e, self.template, tokenizer)))]
+        if len(complaints) == len(some):
             raise UserError(complaints[0])
         if complaints:
             return [
-                f"{len(complaints)} of the first {len(first)} training prompts leave no room for a completion and are "
-                f"skipped when drawn; {complaints[0]}"
+                f"{len(complaints)} of {len(some)} training prompts that were looked at leave no room for a completion "
+                f"and are skipped when drawn; {complaints[0]}"
             ]
         return []
 

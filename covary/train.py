@@ -269,9 +269,11 @@ def collect(
 
 
 def draw_prompts(run: Run, sampler: Sampler, wanted: int, count: dict[str, float]) -> list[Group]:
-    """The next `wanted` prompts, encoded. Those that leave no room for a completion are skipped and counted."""
+    """The next `wanted` prompts, encoded. Those that leave no room for a completion are skipped and counted.
+
+    `api.py` has found one that does, so this ends.
+    """
     prompts: list[Group] = []
-    seen = 0
     while len(prompts) < wanted:
         for example in sampler.draw(wanted - len(prompts)):
             group = prompt_group(example, run.template, run.tokenizer)
@@ -281,9 +283,6 @@ def draw_prompts(run: Run, sampler: Sampler, wanted: int, count: dict[str, float
                 continue
             count["prompts/too_long"] += 1
             _warn_once(run, "too long", f"prompts that leave no room for a completion are skipped; {complaint}")
-        seen += wanted
-        if not prompts and seen >= len(sampler.examples):
-            raise RunError("no training prompt leaves room for a completion; lower rollout.max_tokens")
     return prompts
 
 

@@ -130,9 +130,9 @@ def test_numbers_that_are_not_finite_are_left_out(tmp_path: Path, monkeypatch: p
 
 def test_a_project_that_nothing_reads_is_refused() -> None:
     recipe = {"steps": 1, "task": {"name": "jsonl", "path": "x"}, "algorithm": {"name": "gvpo"}}
-    with pytest.raises(UserError, match="log.project: would be ignored, log.tracker: tensorboard has no projects"):
+    with pytest.raises(UserError, match=r"log\.project: would be ignored, log\.tracker: tensorboard has no projects"):
         validate({**recipe, "log": {"tracker": "tensorboard", "project": "p"}}, where="test")
-    with pytest.raises(UserError, match="log.tracker: takes one of none, tensorboard, wandb, trackio"):
+    with pytest.raises(UserError, match=r"log\.tracker: takes one of none, tensorboard, wandb, trackio"):
         validate({**recipe, "log": {"tracker": "mlflow"}}, where="test")
 
 
