@@ -93,7 +93,7 @@ def train(
     if reward is not None:
         name = getattr(reward, "__name__", type(reward).__name__)
         sections["reward"] = name + PYTHON_REWARD if function else reward
-    sections = {key: str(value) if isinstance(value, os.PathLike) else value for key, value in sections.items()}
+    sections = _plain(sections)
     if isinstance(sections.get("task"), Task):
         raise UserError(
             "task: covary.train takes a task that it can load again on a resume: a mapping, or a dataclass with load(); "
@@ -147,7 +147,7 @@ def evaluate(
             f"got {type(model).__name__}"
         )
     if isinstance(task, Mapping):
-        task = validate_task(task, where="covary.evaluate")
+        task = validate_task(_plain(task), where="covary.evaluate")
     loaded = task if isinstance(task, Task) else _load_task(task)
     if not loaded.test:
         raise UserError(f"task {loaded.name} has no test rows to evaluate on")
@@ -541,6 +541,13 @@ def model_of_run(name: str) -> str:
             raise UserError(f"{folder} has no complete checkpoint under checkpoints/")
         return str(last.folder)
     return name
+
+
+def _plain(value: Any) -> Any:
+    """Paths as text, wherever they stand in mappings."""
+    if isinstance(value, os.PathLike):
+        return str(value)
+    return {key: _plain(item) for key, item in value.items()} if isinstance(value, Mapping) else value
 
 
 def merge(data: Mapping[str, Any], sections: Mapping[str, Any]) -> dict[str, Any]:

@@ -156,6 +156,17 @@ def test_a_run_can_be_resumed_from_another_folder(call, recipe, tmp_path, monkey
     assert code == 0, err
 
 
+def test_eval_takes_data_files(call, recipe, tmp_path):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = [{"prompt": f"{i} + 1 =", "answer": i + 1} for i in range(3)]
+    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "held.parquet")
+    (tmp_path / "lines.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, out, err = call("eval", "model", "--task", "held.parquet,lines.jsonl", "--max-tokens", "4", "--quiet")
+    assert code == 0, err
+    accuracy = dict(line.split() for line in out.splitlines())
+    assert accuracy["eval/held/accuracy"] == accuracy["eval/lines/accuracy"]
+
+
 def test_given_completions_that_would_be_ignored_are_refused(call, recipe, tmp_path):
     (tmp_path / "data.jsonl").write_text('{"prompt": "a", "answer": "1", "text": "x"}\n')
     code, _, err = call("check", recipe, "--no-model", "task={name: jsonl, path: data.jsonl, completion: text}")

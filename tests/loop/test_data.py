@@ -68,7 +68,7 @@ def test_long_rows_at_the_front_hide_no_short_ones(tmp_path: Path, monkeypatch: 
 def test_test_prompts_all_have_to_fit(tmp_path: Path) -> None:
     write(tmp_path / "held.jsonl", mixed({3}))
     task = write(tmp_path / "rows.jsonl", [f"other {i}" for i in range(8)])
-    with pytest.raises(UserError, match="'held/4'.* more than the model's context of 256"):
+    with pytest.raises(UserError, match=r"'held/4'.* more than the model's context of 256"):
         run(tmp_path, task={**task, "test_path": str(tmp_path / "held.jsonl")})
 
 
