@@ -603,6 +603,11 @@ def _rewards(
             f"example {survey.without_completions!r} has no completions, which rollout.engine: dataset learns from; "
             "name their column with task.completion"
         )
+    if given and not (algorithm.needs_reward or own):
+        raise UserError(
+            f"task: the rewards of its completions (chosen: 1, rejected: 0) would be ignored, {type(algorithm).__name__} "
+            "learns from every completion alike; name the column to learn from with task.completion"
+        )
     if config.rollout.engine != "dataset":
         for name in ("rewards", "completion", "chosen"):
             if getattr(config.task, name, None) is not None:

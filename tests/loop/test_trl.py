@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from covary.types import UserError
 from tests.loop.mini import metrics, rollouts, run
 
 # Written as TRL's documentation tells its users to write them.
@@ -129,3 +130,17 @@ def test_preferences_and_conversations_train_without_settings(tmp_path: Path, fo
     assert {row["completion"] for row in rollouts(tmp_path / "run", 1)} == (
         {"good"} if form == "messages" else {"good", "bad!"}
     )
+
+
+def test_a_method_without_rewards_does_not_learn_from_rejected_completions(tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "say", "chosen": "good", "rejected": "bad!"}\n')
+    changes: dict[str, Any] = {
+        "reward": None,
+        "algorithm": {"name": "sft"},
+        "rollout": {"engine": "dataset", "prompts": 1},
+    }
+    with pytest.raises(UserError, match="learns from every completion alike; name the column to learn from"):
+        run(tmp_path, task={"name": "jsonl", "path": str(data)}, optimizer={}, **changes)
+    run(tmp_path, task={"name": "jsonl", "path": str(data), "completion": "chosen"}, optimizer={}, **changes)
+    assert {row["completion"] for row in rollouts(tmp_path / "run", 1)} == {"good"}
