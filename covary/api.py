@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,7 +40,7 @@ from covary.jsonlines import read_jsonl
 from covary.lock import LOCK_FILE, run_lock
 from covary.log import Screen
 from covary.models.loading import context_length, load_config, load_model, load_tokenizer, pick_device
-from covary.prompts import Template, TurnEnd, load_template, open_turn_end, prompt_group
+from covary.prompts import Room, Template, TurnEnd, load_template, open_turn_end, prompt_group
 from covary.quantities import QUANTITIES
 from covary.rewards import EXTRACTORS, Grader, Reward, build_reward
 from covary.rewards.reward import PooledReward
@@ -50,10 +51,13 @@ from covary.rollout.transformers import TransformersRollout
 from covary.seeding import derive_seed
 from covary.stop import Stop
 from covary.tasks.task import Task
+from covary.trackers import Tracker
 from covary.train import Run, Schedule, planned_steps
 from covary.train import train as run_loop
 from covary.types import Example, RunError, Sampling, UserError
 
+CHECKED_PROMPTS = 1000
+"""Training prompts, at most, whose lengths are checked before a run, evenly spread; the others when they are drawn."""
 PYTHON_REWARD = " (a Python function)"
 
 
@@ -94,7 +98,7 @@ def train(
     if reward is not None:
         name = getattr(reward, "__name__", type(reward).__name__)
         sections["reward"] = name + PYTHON_REWARD if function else reward
-    sections = {key: str(value) if isinstance(value, os.PathLike) else value for key, value in sections.items()}
+    sections = _plain(sections)
     if isinstance(sections.get("task"), Task):
         raise UserError(
             "task: covary.train takes a task that it can load again on a resume: a mapping, or a dataclass with load(); "
@@ -148,7 +152,7 @@ def evaluate(
             f"got {type(model).__name__}"
         )
     if isinstance(task, Mapping):
-        task = validate_task(task, where="covary.evaluate")
+        task = validate_task(_plain(task), where="covary.evaluate")
     loaded = task if isinstance(task, Task) else _load_task(task)
     if not loaded.test:
         raise UserError(f"task {loaded.name} has no test rows to evaluate on")
@@ -347,6 +351,8 @@ class Resolved:
     sampling: Sampling
     eval_sampling: Sampling
     given: dict[str, list[str]]
+    fingerprint: str
+    """Of the training rows: what a resume must find again."""
 
     @property
     def models(self) -> set[str]:
@@ -355,13 +361,9 @@ class Resolved:
         names = {name for score in (*algorithm.frozen, *algorithm.trained) for name in score.models}
         return {reference_model(self.config) if name == "reference" else name for name in names} - {"policy"}
 
-    @property
-    def fingerprint(self) -> str:
-        """Of the training rows: what a resume must find again."""
-        digest = hashlib.blake2b(digest_size=16)
-        for example in self.task.train:
-            digest.update(repr((example.id, example.prompt, example.answer)).encode("utf-8", "surrogatepass"))
-        return digest.hexdigest()
+    def room(self, architecture: Any) -> Room:
+        """What the model can read of a training prompt."""
+        return _room(architecture, self.sampling.max_tokens)
 
     def open_turn_end(self, tokenizer: Any, end_ids: frozenset[int]) -> TurnEnd | None:
         """The end of an answer's turn in the chat template, where training samples completions that go on behind it."""
@@ -377,10 +379,48 @@ class Resolved:
             return None
         return open_turn(turn_end.text, _written(tokenizer, end_ids))
 
-    def check_lengths(self, tokenizer: Any, architecture: Any) -> None:
-        """Refuse prompts that leave no room for a completion in the model's context."""
-        check_lengths(self.task.train, self.template, tokenizer, architecture, self.sampling.max_tokens)
+    def check_lengths(self, tokenizer: Any, architecture: Any) -> list[str]:
+        """Refuse prompts that leave no room for a completion in the model's context.
+
+        Every test prompt has to, and of some training prompts at least one: those that do not are skipped when they
+        are drawn. Returns notes about them.
+
+        Raises:
+            UserError: naming the example and the lengths.
+        """
         check_lengths(self.task.test, self.template, tokenizer, architecture, self.eval_sampling.max_tokens)
+        some = self.task.train[:: math.ceil(len(self.task.train) / CHECKED_PROMPTS)]
+        room = self.room(architecture)
+        complaints = [c for e in some if (c := room.complaint(prompt_group(e, self.template, tokenizer)))]
+        if len(complaints) == len(some):
+            raise UserError(complaints[0])
+        if complaints:
+            return [
+                f"{len(complaints)} of {len(some)} training prompts that were looked at leave no room for a completion "
+                f"and are skipped when drawn; {complaints[0]}"
+            ]
+        return []
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What one pass over the training rows tells."""
+
+    fingerprint: str
+    rewarded: bool
+    without_completions: str | None
+
+    @classmethod
+    def of(cls, examples: Sequence[Example]) -> Survey:
+        """Fingerprint, whether any row brings rewards, the id of the first row without completions."""
+        digest = hashlib.blake2b(digest_size=16)
+        rewarded, without = False, None
+        for example in examples:
+            digest.update(repr((example.id, example.prompt, example.answer)).encode("utf-8", "surrogatepass"))
+            rewarded = rewarded or example.rewards is not None
+            if without is None and not example.completions:
+                without = example.id
+        return cls(digest.hexdigest(), rewarded, without)
 
 
 def resolve(config: RunConfig, function: Callable[..., object] | None = None) -> Resolved:
@@ -395,7 +435,8 @@ def resolve(config: RunConfig, function: Callable[..., object] | None = None) ->
     algorithm = config.algorithm
     template = load_template(getattr(config.task, "template", None) or algorithm.template)
     _check_needs(config, template)
-    reward, eval_reward = _rewards(config, task, function)
+    survey = Survey.of(task.train)
+    reward, eval_reward = _rewards(config, task, survey, function)
     rollout, eval_ = config.rollout, config.eval
     stop = (*rollout.stop, *([template.stop] if template.stop else []))
     return Resolved(
@@ -408,6 +449,7 @@ def resolve(config: RunConfig, function: Callable[..., object] | None = None) ->
         # A trace's stop string is no end of an answer.
         Sampling(eval_.max_tokens or rollout.max_tokens, eval_.temperature, rollout.stop),
         read_given(rollout.file.path, task.train) if rollout.file else {},
+        survey.fingerprint,
     )
 
 
@@ -460,7 +502,9 @@ def build(resolved: Resolved, screen: Screen) -> Run:
         screen.say(f"note: {line}")
     device = pick_device(config.engine.device)
     tokenizer = load_tokenizer(config.model.name, config.model.trust_remote_code)
-    resolved.check_lengths(tokenizer, load_config(config.model.name, config.model.trust_remote_code))
+    architecture = load_config(config.model.name, config.model.trust_remote_code)
+    for line in resolved.check_lengths(tokenizer, architecture):
+        screen.say(f"note: {line}")
 
     _seed_everything(config.seed)
     model = load_model(config.model.name, device=device, trust_remote_code=config.model.trust_remote_code)
@@ -505,6 +549,7 @@ def build(resolved: Resolved, screen: Screen) -> Run:
         model=model,
         tokenizer=tokenizer,
         template=resolved.template,
+        room=resolved.room(architecture),
         examples=task.train,
         reward=resolved.reward,
         rollout=_rollout(config, sampler, resolved.given, tokenizer),
@@ -529,6 +574,7 @@ def build(resolved: Resolved, screen: Screen) -> Run:
         data=resolved.fingerprint,
         screen=screen,
         doctor=_doctor(resolved, tokenizer, sampler.end_ids),
+        tracker=_tracker(config, screen),
     )
 
 
@@ -553,28 +599,30 @@ def _written(tokenizer: Any, ids: frozenset[int]) -> tuple[str, ...]:
     return tuple(tokenizer.decode([id]) for id in sorted(ids))
 
 
+def _tracker(config: RunConfig, screen: Screen) -> Tracker | None:
+    if config.log.tracker == "none":
+        return None
+    project = config.log.project or "covary"
+    return Tracker(config.log.tracker, project, Path(config.out or "."), to_dict(config), screen.say)
+
+
 def check_lengths(
-    examples: list[Example], template: Template, tokenizer: Any, architecture: Any, max_tokens: int
+    examples: Sequence[Example], template: Template, tokenizer: Any, architecture: Any, max_tokens: int
 ) -> None:
     """Refuse prompts that leave no room for a completion in the model's context.
 
     Raises:
         UserError: naming the example and the lengths.
     """
-    limit = context_length(architecture)
-    known = getattr(architecture.get_text_config(), "vocab_size", None)
+    room = _room(architecture, max_tokens)
     for example in examples:
-        for name, ids in prompt_group(example, template, tokenizer).contexts.items():
-            if limit is not None and len(ids) + max_tokens > limit:
-                raise UserError(
-                    f"example {example.id!r}: its {name} has {len(ids)} tokens, and with max_tokens {max_tokens} "
-                    f"that is more than the model's context of {limit}; shorten it or lower max_tokens"
-                )
-            if known is not None and max(ids) >= known:
-                raise UserError(
-                    f"example {example.id!r}: its {name} has token {max(ids)}, and the model knows {known} tokens: "
-                    "tokenizer and model do not belong together"
-                )
+        complaint = room.complaint(prompt_group(example, template, tokenizer))
+        if complaint is not None:
+            raise UserError(complaint)
+
+
+def _room(architecture: Any, max_tokens: int) -> Room:
+    return Room(context_length(architecture), getattr(architecture.get_text_config(), "vocab_size", None), max_tokens)
 
 
 def model_of_run(name: str) -> str:
@@ -586,6 +634,13 @@ def model_of_run(name: str) -> str:
             raise UserError(f"{folder} has no complete checkpoint under checkpoints/")
         return str(last.folder)
     return name
+
+
+def _plain(value: Any) -> Any:
+    """Paths as text, wherever they stand in mappings."""
+    if isinstance(value, os.PathLike):
+        return str(value)
+    return {key: _plain(item) for key, item in value.items()} if isinstance(value, Mapping) else value
 
 
 def merge(data: Mapping[str, Any], sections: Mapping[str, Any]) -> dict[str, Any]:
@@ -630,19 +685,22 @@ def _check_needs(config: RunConfig, template: Template) -> None:
 
 
 def _rewards(
-    config: RunConfig, task: Task, function: Callable[..., object] | None
+    config: RunConfig, task: Task, survey: Survey, function: Callable[..., object] | None
 ) -> tuple[Reward | None, Reward | None]:
     """The rewards of training and of evaluation, one object where they are the same."""
     algorithm = config.algorithm
     own = type(algorithm).reward is not Algorithm.reward
-    given = config.rollout.engine == "dataset" and any(example.rewards is not None for example in task.train)
-    if config.rollout.engine == "dataset":
-        for example in task.train:
-            if not example.completions:
-                raise UserError(
-                    f"example {example.id!r} has no completions, which rollout.engine: dataset learns from; "
-                    "name their column with task.completion"
-                )
+    given = config.rollout.engine == "dataset" and survey.rewarded
+    if config.rollout.engine == "dataset" and survey.without_completions is not None:
+        raise UserError(
+            f"example {survey.without_completions!r} has no completions, which rollout.engine: dataset learns from; "
+            "name their column with task.completion"
+        )
+    if given and not (algorithm.needs_reward or own):
+        raise UserError(
+            f"task: the rewards of its completions (chosen: 1, rejected: 0) would be ignored, {type(algorithm).__name__} "
+            "learns from every completion alike; name the column to learn from with task.completion"
+        )
     if config.rollout.engine != "dataset":
         for name in ("rewards", "completion", "chosen"):
             if getattr(config.task, name, None) is not None:
@@ -700,6 +758,8 @@ def run_and_close(run: Run, resume: checkpoints.Checkpoint | None) -> Trained:
     finally:
         for reward in rewards.values():
             reward.close()
+        if run.tracker is not None:
+            run.tracker.close()
     if stop.asked:
         run.screen.say(f"stopped; {checkpoints.way_on(run.folder)}")
         stop.leave()

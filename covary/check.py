@@ -6,6 +6,7 @@ import math
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,8 @@ def check(config: RunConfig, *, with_model: bool, screen: Screen) -> None:
     tokenizer = _tokenizer(config, with_model, screen)
     if tokenizer is not None:
         architecture = load_config(config.model.name, config.model.trust_remote_code, offline=not with_model)
-        resolved.check_lengths(tokenizer, architecture)
+        for line in resolved.check_lengths(tokenizer, architecture):
+            screen.say(f"note: {line}")
         generation = load_generation_config(config.model.name, offline=not with_model)
         ends = end_ids(tokenizer, generation, architecture.get_text_config(decoder=True))
         if warning := resolved.end_warning(tokenizer, ends):
@@ -92,7 +94,8 @@ def _tokenizer(config: RunConfig, with_model: bool, screen: Screen) -> Any | Non
 def _gold(resolved: Resolved) -> Iterator[str]:
     """The grader must accept the reference answers themselves."""
     task, config = resolved.task, resolved.config
-    examples: list[Example] = [e for e in [*task.test, *task.train] if e.answer is not None][:GRADED]
+    answered = (example for example in chain(task.test, task.train) if example.answer is not None)
+    examples: list[Example] = list(islice(answered, GRADED))
     custom = config.reward if config.algorithm.needs_reward else config.eval.reward
     if not examples or (task.grader is None and custom is None):
         yield "reference answers: none, or nothing to grade them with"

@@ -92,7 +92,8 @@ def check(
 def evaluate(
     model: Annotated[str, typer.Argument(help="Shipped name, folder, hub id, or a run folder.")],
     task: Annotated[
-        str, typer.Option(help="Recipe files, .jsonl files or Reasoning Gym task names, separated by commas.")
+        str,
+        typer.Option(help="Recipe files, .jsonl or .parquet files, or Reasoning Gym task names, separated by commas."),
     ],
     samples: Annotated[int, typer.Option("-n", "--samples", min=1, help="Completions per question.")] = 1,
     temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 1.0,
@@ -224,8 +225,9 @@ def _task(name: str) -> tuple[Any, dict[str, Any]]:
         return config.task, limits
     from covary.tasks import TASKS
 
-    if name.endswith((".jsonl", ".json")):
-        return TASKS["jsonl"](path=name, test_path=name, train=0), {}
+    for family, endings in (("jsonl", (".jsonl", ".json")), ("parquet", (".parquet",))):
+        if name.endswith(endings):
+            return TASKS[family](path=name, test_path=name, train=0), {}
     return TASKS["reasoning_gym"](tasks={name: {}}, train=0), {}
 
 

@@ -421,6 +421,7 @@ def _conflicts(built: Mapping[str, Any]) -> Iterator[str]:
     model: Model | None = built.get("model")
     rollout: Rollout | None = built.get("rollout")
     optimizer: Optimizer | None = built.get("optimizer")
+    log: Log | None = built.get("log")
     algorithm: Algorithm | None = built.get("algorithm")
 
     if "steps" in built and "epochs" in built and (built["steps"] is None) == (built["epochs"] is None):
@@ -443,6 +444,8 @@ def _conflicts(built: Mapping[str, Any]) -> Iterator[str]:
             f"optimizer.prompts: must divide rollout.prompts ({rollout.prompts}), got {optimizer.prompts}; "
             f"nearest: {', '.join(map(str, nearest))}"
         )
+    if log and log.project is not None and log.tracker not in ("wandb", "trackio"):
+        yield f"log.project: would be ignored, log.tracker: {log.tracker} has no projects"
     if rollout and rollout.engine == "dataset" and rollout.temperature != Rollout.temperature:
         yield "rollout.temperature: would be ignored, rollout.engine: dataset samples nothing"
     if algorithm is None:

@@ -76,7 +76,8 @@ class Evaluator:
 def grade(groups: Sequence[Group], reward: Reward) -> list[str]:
     """Set every group's rewards from its completions' texts; returns the reasons of rows without a score."""
     examples = [group.example for group in groups for _ in group.completions]
-    graded = iter(reward(examples, [c.text for group in groups for c in group.completions]))
+    rows = [completion for group in groups for completion in group.completions]
+    graded = iter(reward(examples, [row.text for row in rows], [row.tokens for row in rows]))
     errors = []
     for group in groups:
         results = [next(graded) for _ in group.completions]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from covary.types import UserError
 
@@ -22,6 +25,31 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
         UserError: the file cannot be read, or a line is not UTF-8, not JSON or not an object; the
             message names file and line.
     """
+    for number, _, line in _lines(path):
+        yield number, parse_row(line, f"{path}, line {number}")
+
+
+def line_offsets(path: str | Path) -> tuple[np.ndarray, np.ndarray]:
+    """Where the rows of a file are, without reading what they say.
+
+    Returns:
+        physical line numbers (N,), and byte offsets (N + 1,): row i lies from offset i up to offset i + 1.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    numbers, starts = array("q"), array("q")
+    end = 0
+    for number, start, line in _lines(path):
+        numbers.append(number)
+        starts.append(start)
+        end = start + len(line)
+    starts.append(end)
+    return np.frombuffer(numbers, np.int64), np.frombuffer(starts, np.int64)
+
+
+def _lines(path: str | Path) -> Iterator[tuple[int, int, bytes]]:
+    """(physical line number, byte offset, line) of every line that is not blank; without the byte-order mark."""
     try:
         # A binary file splits at \n alone; a text file would also need newline="\n" and decodes in
         # blocks, which loses the number of an undecodable line.
@@ -29,12 +57,13 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
     with file:
+        offset = 0
         for number, line in enumerate(file, start=1):
-            if number == 1:
-                line = line.removeprefix(_BYTE_ORDER_MARK)
-            if not line.strip():
-                continue
-            yield number, _parse_row(line, f"{path}, line {number}")
+            start, offset = offset, offset + len(line)
+            if number == 1 and line.startswith(_BYTE_ORDER_MARK):
+                start, line = start + len(_BYTE_ORDER_MARK), line.removeprefix(_BYTE_ORDER_MARK)
+            if line.strip():
+                yield number, start, line
 
 
 def dump_line(row: Any) -> str:
@@ -42,7 +71,12 @@ def dump_line(row: Any) -> str:
     return json.dumps(row, ensure_ascii=True) + "\n"
 
 
-def _parse_row(line: bytes, where: str) -> dict[str, Any]:
+def parse_row(line: bytes, where: str) -> dict[str, Any]:
+    """The object of one line.
+
+    Raises:
+        UserError: the line is not UTF-8, not JSON or not an object; the message starts with `where`.
+    """
     try:
         row = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:

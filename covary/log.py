@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from covary.jsonlines import dump_line
+from covary.trackers import Tracker
 from covary.types import Group, RunError
 
 SHOWN = ("reward/mean", "loss", "grad_norm", "kl/old", "completion/length")
@@ -103,10 +104,11 @@ def _disk(path: Path) -> Iterator[None]:
 
 
 class RunLog:
-    """The files of a run folder."""
+    """The files of a run folder, and the tracker that its metrics go to as well."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, tracker: Tracker | None = None) -> None:
         self.folder = folder
+        self.tracker = tracker
         self.metrics_path = folder / "metrics.jsonl"
         with _disk(folder):
             (folder / "rollouts").mkdir(parents=True, exist_ok=True)
@@ -151,6 +153,8 @@ class RunLog:
             file.write(json.dumps(clean) + "\n")
             file.flush()
             os.fsync(file.fileno())
+        if self.tracker is not None:
+            self.tracker.row(row)
 
     def rollouts(self, step: int, groups: Sequence[Group]) -> None:
         """One line per completion of a step, those that left the update included (weight null)."""

@@ -142,7 +142,9 @@ class Checkpoint:
 class Log:
     """What is reported beside `metrics.jsonl`."""
 
-    tracker: Literal["none"] = "none"
-    """Experiment tracker."""
+    tracker: Literal["none", "tensorboard", "wandb", "trackio"] = "none"
+    """Experiment tracker that gets every row of `metrics.jsonl` too. One that fails is told of once and left out."""
+    project: Text | None = None
+    """What wandb or trackio file the run under. None: covary."""
     samples: NonNegativeInt = 2
     """Sampled completions that each step shows on screen."""

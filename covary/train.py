@@ -25,11 +25,12 @@ from covary.doctor import Doctor
 from covary.evaluate import Evaluator, grade
 from covary.log import RunLog, Screen, step_line, summary
 from covary.metrics import Clock, is_policy_logp, rollout_metrics, sampling_kl, score_watched, update_metrics
-from covary.prompts import Template, prompt_group
+from covary.prompts import Room, Template, prompt_group
 from covary.rewards import Reward
 from covary.rollout.pieces import append_answers
 from covary.seeding import derive_seed
 from covary.stop import Stop
+from covary.trackers import Tracker
 from covary.types import Completion, Example, Group, RunError, Sampling, Score, Stream
 
 MAX_SKIPPED = 3
@@ -91,6 +92,7 @@ class Run:
     """A run as objects. `api.py` makes it from a recipe.
 
     Attributes:
+        room: what the model can read; prompts that leave no room for a completion are skipped.
         prompts: prompts a rollout.
         completions: k.
         updates: optimizer batches per pass over a rollout.
@@ -109,6 +111,7 @@ class Run:
     model: nn.Module
     tokenizer: Any
     template: Template
+    room: Room
     examples: Sequence[Example]
     reward: Reward | None
     rollout: RolloutEngine
@@ -134,6 +137,7 @@ class Run:
     data: str = ""
     screen: Screen = field(default_factory=Screen)
     doctor: Doctor | None = None
+    tracker: Tracker | None = None
     warned: set[str] = field(default_factory=set)
 
 
@@ -163,7 +167,7 @@ def train(run: Run, resume: checkpoints.Checkpoint | None = None, stop: Stop | N
         RunError: the run cannot go on (every row of a step failed, or the disk refused a checkpoint).
     """
     stop = stop or Stop()
-    log = RunLog(run.folder)
+    log = RunLog(run.folder, run.tracker)
     progress, position = Progress(), 0
     row: dict[str, float] = {"step": 0}
     if resume is not None:
@@ -211,7 +215,14 @@ def train(run: Run, resume: checkpoints.Checkpoint | None = None, stop: Stop | N
 def train_step(run: Run, sampler: Sampler, progress: Progress, log: RunLog) -> dict[str, float]:
     """One rollout and its updates; returns its metrics and moves `progress`."""
     clock = Clock()
-    names = ("rows/invalid", "rows/unscorable", "groups/singleton", "groups/deselected", "updates/skipped")
+    names = (
+        "prompts/too_long",
+        "rows/invalid",
+        "rows/unscorable",
+        "groups/singleton",
+        "groups/deselected",
+        "updates/skipped",
+    )
     count = dict.fromkeys(names, 0.0)
     step = progress.step + 1
 
@@ -254,9 +265,9 @@ def collect(
     errors: list[str] = []
     missing = run.prompts
     for draw in range(1 + run.max_regenerations):
-        examples = sampler.draw(missing)
         with clock("rollout"):
-            groups = generate(run, examples, progress, draw)
+            prompts = draw_prompts(run, sampler, missing, count)
+            groups = generate(run, prompts, progress, draw)
         everything += groups
         early = [score for score in run.algorithm.frozen if score.early]
         with clock("score"):
@@ -283,12 +294,30 @@ def collect(
     return everything, kept
 
 
-def generate(run: Run, examples: Sequence[Example], progress: Progress, draw: int) -> list[Group]:
-    """Completions of `examples` as the algorithm plans them, encoded as they will be scored."""
+def draw_prompts(run: Run, sampler: Sampler, wanted: int, count: dict[str, float]) -> list[Group]:
+    """The next `wanted` prompts, encoded. Those that leave no room for a completion are skipped and counted.
+
+    `api.py` has found one that does, so this ends.
+    """
+    prompts: list[Group] = []
+    while len(prompts) < wanted:
+        for example in sampler.draw(wanted - len(prompts)):
+            group = prompt_group(example, run.template, run.tokenizer)
+            complaint = run.room.complaint(group)
+            if complaint is None:
+                prompts.append(group)
+                continue
+            count["prompts/too_long"] += 1
+            _warn_once(run, "too long", f"prompts that leave no room for a completion are skipped; {complaint}")
+    return prompts
+
+
+def generate(run: Run, prompts: list[Group], progress: Progress, draw: int) -> list[Group]:
+    """Completions of `prompts` as the algorithm plans them, encoded as they will be scored."""
     seed = derive_seed(run.seed, "rollout", progress.step, draw)
+    examples = [group.example for group in prompts]
     plans = run.algorithm.plan(examples, run.completions, np.random.default_rng(seed))
-    groups = [prompt_group(example, run.template, run.tokenizer) for example in examples]
-    groups = run.rollout.generate(plans, groups, run.sampling, seed)
+    groups = run.rollout.generate(plans, prompts, run.sampling, seed)
     groups = append_answers(groups, run.template, run.tokenizer)
     attach_features(groups, run.algorithm)
     return groups

@@ -36,6 +36,8 @@ class Example:
         completions: offline completions (texts), for methods that learn from data.
         rewards: rewards of `completions`, where the data have them.
         columns: every other column of the row; rewards and features receive them.
+        given_prompt: the prompt as the data have it, where a task put a form around it (`prompt` is what the model
+            sees); reward functions that take all completions at once get this one.
     """
 
     id: str
@@ -44,6 +46,7 @@ class Example:
     completions: list[str] | None = None
     rewards: list[float | None] | None = None
     columns: dict[str, Any] = field(default_factory=dict)
+    given_prompt: Prompt | None = None
 
 
 @dataclass

@@ -21,6 +21,7 @@ from covary.batch import Batch
 from covary.cli import app
 from covary.config import RunConfig, apply_overrides, load_recipe, validate
 from covary.tasks import TASKS
+from covary.tasks.rows import Rows
 from tests.loop.mini import metrics, run
 from tests.models import save_random_model
 
@@ -227,7 +228,8 @@ def test_every_recipe_key_is_documented_with_its_default() -> None:
     assert {key: read(cells[1]) for key, cells in table(section(page, "Top level")).items()} == top
     families = {name: ("task", cls) for name, cls in TASKS.items()}
     for title, (prefix, cls) in {**{name: (name, cls) for name, cls in SECTIONS.items()}, **families}.items():
-        documented = {key: read(cells[1]) for key, cells in table(section(page, title)).items()}
+        common = section(page, "Rows of data") if issubclass(cls, Rows) else ""
+        documented = {key: read(cells[1]) for key, cells in table(common + section(page, title)).items()}
         real = {f"{prefix}.{f.name}": default_of(f) for f in dataclasses.fields(cls)}
         assert documented == real, title
         assert list(documented) == list(real), f"{title}: another order than in the code"

@@ -140,6 +140,35 @@ def _first_markup(tokenizer: Any, text: str) -> int | None:
     return next((token for token in tokenizer.encode(text, add_special_tokens=False) if token in markup), None)
 
 
+@dataclass(frozen=True)
+class Room:
+    """What a model can read: positions, of which a completion takes its share, and token ids. None: no limit known."""
+
+    context: int | None = None
+    vocabulary: int | None = None
+    max_tokens: int = 0
+
+    def complaint(self, group: Group) -> str | None:
+        """Why the group's prompt leaves no room for a completion; None where it does.
+
+        Raises:
+            UserError: a token that the model does not know.
+        """
+        for name, ids in group.contexts.items():
+            if self.vocabulary is not None and max(ids) >= self.vocabulary:
+                raise UserError(
+                    f"example {group.example.id!r}: its {name} has token {max(ids)}, and the model knows "
+                    f"{self.vocabulary} tokens: tokenizer and model do not belong together"
+                )
+            if self.context is not None and len(ids) + self.max_tokens > self.context:
+                return (
+                    f"example {group.example.id!r}: its {name} has {len(ids)} tokens, and with max_tokens "
+                    f"{self.max_tokens} that is more than the model's context of {self.context}; shorten it or lower "
+                    "max_tokens"
+                )
+        return None
+
+
 def fill(form: str, example: Example) -> str:
     """`form` with {question} and {answer} put in; other braces stay (mathematics is full of them)."""
     if "{answer}" in form and example.answer is None:

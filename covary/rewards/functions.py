@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from covary.objects import load_object
-from covary.rewards.types import Graded, as_graded, error_line
+from covary.rewards.types import Graded, TokenIds, as_graded, error_line
 from covary.types import Example, UserError
 
 _Kind = inspect.Parameter
@@ -41,8 +42,8 @@ class FunctionFile:
 
 
 def is_batch_form(function: Callable[..., object]) -> bool:
-    """Whether it takes all rows at once: it has a parameter named `completions`."""
-    return "completions" in _parameters(function)
+    """Whether it takes all rows at once: it has a parameter named `completions` or `completion_ids`."""
+    return not {"completions", "completion_ids"}.isdisjoint(_parameters(function))
 
 
 def item_form(function: Callable[..., object]) -> GradeItem:
@@ -73,28 +74,38 @@ def item_form(function: Callable[..., object]) -> GradeItem:
 
 
 def call_batch_form(
-    function: Callable[..., object], examples: Sequence[Example], completions: Sequence[str]
+    function: Callable[..., object],
+    examples: Sequence[Example],
+    completions: Sequence[str],
+    token_ids: TokenIds | None = None,
 ) -> list[Graded]:
     """Call `(prompts, completions, **columns) -> list` on all rows, with the parameters it takes.
 
-    A completion of a chat prompt is passed as `[{"role": "assistant", "content": text}]`, as TRL
-    does. A column that some rows lack is None there. If the function raises, or does not return a
+    As in TRL, prompts and columns are what the data have, and a completion of a chat prompt is
+    `[{"role": "assistant", "content": text}]`. A column that some rows lack is None there, and where
+    the data have no column `answer` that name gives the reference answers. `completion_ids` are the
+    tokens, where they are known. The function may be a coroutine. If it raises, or does not return a
     list of one reward a row, every row carries that error.
     """
     names = dict.fromkeys(name for example in examples for name in example.columns)
+    prompts = [example.prompt if example.given_prompt is None else example.given_prompt for example in examples]
     available: dict[str, list[Any]] = {
-        **{name: [example.columns.get(name) for example in examples] for name in names},
-        "prompts": [example.prompt for example in examples],
-        "completions": [
-            text if isinstance(example.prompt, str) else [{"role": "assistant", "content": text}]
-            for example, text in zip(examples, completions, strict=True)
-        ],
         "answer": [example.answer for example in examples],
+        **{name: [example.columns.get(name) for example in examples] for name in names},
+        "prompts": prompts,
+        "completions": [
+            text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+            for prompt, text in zip(prompts, completions, strict=True)
+        ],
     }
+    if token_ids is not None:
+        available["completion_ids"] = [list(ids) for ids in token_ids]
     parameters = _parameters(function)
     takes_all = bool(_names(parameters, _Kind.VAR_KEYWORD))
     try:
         returned = function(**{k: v for k, v in available.items() if takes_all or k in parameters})
+        if inspect.iscoroutine(returned):
+            returned = asyncio.run(returned)
     except (Exception, SystemExit) as error:  # sys.exit in a reward must not end the run silently
         return [Graded(None, error_line(error))] * len(examples)
     if hasattr(returned, "tolist"):  # an array or a tensor

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from covary.rewards.functions import call_batch_form, item_form
 from covary.rewards.pool import Pool, PoolTask
-from covary.rewards.types import Graded, as_graded, error_line
+from covary.rewards.types import Graded, TokenIds, as_graded, error_line
 from covary.types import Example
 
 
@@ -19,7 +19,9 @@ class PooledReward:
     task: PoolTask
     pool: Pool
 
-    def __call__(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Graded]:
+    def __call__(
+        self, examples: Sequence[Example], completions: Sequence[str], token_ids: TokenIds | None = None
+    ) -> list[Graded]:
         """Grade `completions[i]` as an answer to `examples[i]`."""
         pairs = zip(examples, completions, strict=True)
         items = [(text, example.answer, example.columns) for example, text in pairs]
@@ -38,7 +40,9 @@ class ItemReward:
     name: str
     function: Callable[..., object]
 
-    def __call__(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Graded]:
+    def __call__(
+        self, examples: Sequence[Example], completions: Sequence[str], token_ids: TokenIds | None = None
+    ) -> list[Graded]:
         """Grade `completions[i]` as an answer to `examples[i]`."""
         grade = item_form(self.function)
         verdicts: list[Graded] = []
@@ -61,9 +65,11 @@ class BatchReward:
     name: str
     function: Callable[..., object]
 
-    def __call__(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Graded]:
+    def __call__(
+        self, examples: Sequence[Example], completions: Sequence[str], token_ids: TokenIds | None = None
+    ) -> list[Graded]:
         """Grade `completions[i]` as an answer to `examples[i]`."""
-        return call_batch_form(self.function, examples, completions)
+        return call_batch_form(self.function, examples, completions, token_ids)
 
     def close(self) -> None:
         """Nothing to end."""

@@ -10,6 +10,9 @@ from typing import Protocol
 
 from covary.types import Example
 
+TokenIds = Sequence[Sequence[int]]
+"""Of each completion, the end token included where the model gave one."""
+
 _LONGEST_ERROR = 500  # characters; a message may quote a whole completion
 
 
@@ -48,8 +51,10 @@ class Reward(Protocol):
         """How metrics and messages call it."""
         ...
 
-    def __call__(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Graded]:
-        """Grade `completions[i]` as an answer to `examples[i]`; one verdict each, in order."""
+    def __call__(
+        self, examples: Sequence[Example], completions: Sequence[str], token_ids: TokenIds | None = None
+    ) -> list[Graded]:
+        """Grade `completions[i]`, whose tokens are `token_ids[i]`, as an answer to `examples[i]`; one verdict each."""
         ...
 
     def close(self) -> None:

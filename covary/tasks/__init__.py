@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from covary.tasks.hub import Hub
 from covary.tasks.jsonl import Jsonl
+from covary.tasks.parquet import Parquet
 from covary.tasks.reasoning_gym import ReasoningGym
 from covary.tasks.task import Task
 
-TASKS: dict[str, type[ReasoningGym] | type[Jsonl]] = {"reasoning_gym": ReasoningGym, "jsonl": Jsonl}
+TASKS: dict[str, type[ReasoningGym] | type[Jsonl] | type[Parquet] | type[Hub]] = {
+    "reasoning_gym": ReasoningGym,
+    "jsonl": Jsonl,
+    "parquet": Parquet,
+    "hub": Hub,
+}
 
-__all__ = ["TASKS", "Jsonl", "ReasoningGym", "Task"]
+__all__ = ["TASKS", "Hub", "Jsonl", "Parquet", "ReasoningGym", "Task"]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from covary.rewards import Grader
 from covary.types import Example, Message, Prompt, UserError
 
 ExtractorName = Literal["none", "last_number", "boxed", "answer_tag", "last_line"]
+
+_SPLIT_NAME = re.compile(r"(train|test|dev|valid|validation|eval|data)([-_.]?\d+)?", re.IGNORECASE)
 
 
 @dataclass
@@ -25,8 +29,8 @@ class Task:
     """
 
     name: str
-    train: list[Example]
-    test: list[Example]
+    train: Sequence[Example]
+    test: Sequence[Example]
     grader: Grader | None
     notes: list[str] = field(default_factory=list)
 
@@ -80,6 +84,12 @@ def question_key(prompt: Prompt) -> str:
         return " ".join(prompt.split())
     turns = (f"{m['role']}: {m['content']}" for m in prompt if m["role"] != "system")
     return "\n".join(" ".join(turn.split()) for turn in turns)
+
+
+def file_title(path: Path) -> str:
+    """What a task of that file is called: its stem, or the folder's name where the stem only says which split it is."""
+    path = path.expanduser().resolve()
+    return path.parent.name if path.parent.name and _SPLIT_NAME.fullmatch(path.stem) else path.stem
 
 
 def _instructed(question: str, instruction: str | None) -> str:

@@ -166,6 +166,19 @@ def test_a_run_can_be_resumed_from_another_folder(call, recipe, tmp_path, monkey
     assert code == 0, err
 
 
+def test_eval_takes_data_files(call, recipe, tmp_path, model):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = [{"id": i, "prompt": f"{i} + 1 =", "answer": i + 1} for i in range(3)]
+    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "held.parquet")
+    (tmp_path / "lines.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, out, err = call("eval", str(model), "--task", "held.parquet,lines.jsonl", "--max-tokens", "4", "--quiet")
+    assert code == 0, err
+    figures = [line.split() for line in out.splitlines()]
+    held, lines = ({k.split("/")[2]: v for k, v in figures if k.split("/")[1] == name} for name in ("held", "lines"))
+    assert held == lines  # the same ids have the same seeds
+    assert held.keys() >= {"accuracy", "greedy", "length"}
+
+
 def test_given_completions_that_would_be_ignored_are_refused(call, recipe, tmp_path):
     (tmp_path / "data.jsonl").write_text('{"prompt": "a", "answer": "1", "text": "x"}\n')
     code, _, err = call("check", recipe, "--no-model", "task={name: jsonl, path: data.jsonl, completion: text}")

@@ -44,7 +44,8 @@ def test_text_prompt_becomes_a_user_message_and_other_columns_stay(tmp_path: Pat
     example = task.train[2]
     assert example.prompt == [{"role": "user", "content": "2+2"}]
     assert example.answer == "4"
-    assert example.columns == {"level": 2}
+    assert example.given_prompt == "2+2"
+    assert example.columns == {"level": 2, "answer": 4}
     assert example.id == "sums/3"
     assert example.completions is None
     assert task.name == "sums"
@@ -61,6 +62,7 @@ def test_text_prompt_becomes_a_user_message_and_other_columns_stay(tmp_path: Pat
         (1e22, "1" + 22 * "0"),
         (10**400, "1" + 400 * "0"),
         (True, "True"),
+        ([1, 2.0, "x"], "1, 2, x"),
         ("\\frac{1}{2}", "\\frac{1}{2}"),
         ("", ""),
         (None, None),
@@ -153,7 +155,9 @@ def test_test_file_needs_no_completions(tmp_path: Path) -> None:
         ({"prompt": [{"role": "user", "content": 1}]}, {}, "takes text, not 1"),
         ({"prompt": [{"role": "assistant", "content": "a"}]}, {}, "last message has to be the user's"),
         ({"prompt": [{"role": "user", "content": "a"}]}, {"raw": True}, "raw takes text prompts"),
-        ({"prompt": "a", "answer": ["1"]}, {}, "column 'answer': an answer is text, a number"),
+        ({"prompt": "a", "answer": []}, {}, "column 'answer': an answer is text, a number"),
+        ({"prompt": "a", "answer": [1, None]}, {}, "column 'answer': an answer is text, a number"),
+        ({"prompt": "a", "answer": {"value": 1}}, {}, "column 'answer': an answer is text, a number"),
         ({"prompt": "a", "answer": float("nan")}, {}, "column 'answer': an answer is text, a number"),
         ({"prompt": "a"}, {"completion": "y"}, "no column 'y'; it has prompt"),
         ({"prompt": "a", "y": None}, {"completion": "y"}, "a completion is text or an assistant message, not None"),
