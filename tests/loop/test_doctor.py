@@ -20,7 +20,7 @@ from covary.prompts import open_turn_end
 from covary.rewards import Grader
 from covary.rollout import transformers as rollout
 from covary.types import RunError
-from tests.loop.mini import Sums, comparable, metrics, run, vowels
+from tests.loop.mini import Sums, comparable, metrics, run
 from tests.models import byte_tokenizer, save_with_another_end
 
 ROOT = Path(__file__).parents[2]
