@@ -1,4 +1,4 @@
-"""A model and its tokenizer by name: shipped, a folder, or a hub id."""
+"""A model and its tokenizer by name: shipped, a folder, a GGUF file, or a hub id."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from covary.log import no_library_bars
+from covary.models.gguf import load_gguf_config, load_gguf_model, load_gguf_tokenizer
 from covary.scoring.chunked import project
 from covary.types import UserError
 
@@ -20,14 +21,18 @@ HEAD_TOLERANCE = 1e-3  # nats; float32 rounding stays far below, another logit t
 
 
 def model_path(name: str) -> str:
-    """The folder of a shipped model or of a path; a hub id as it is.
+    """The folder of a shipped model, a folder or a GGUF file; a hub id as it is.
 
     Raises:
-        UserError: `name` looks like a folder and is none, or the folder holds no model.
+        UserError: `name` looks like a folder or file and is none, or the folder holds no model.
     """
     if name in SHIPPED:
         return str(Path(__file__).parent / name)
     path = Path(name).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise UserError(f"model.name: no file {name}")
+        return str(path)
     if path.is_dir():
         if not (path / "config.json").is_file():
             runs = (
@@ -45,7 +50,10 @@ def model_path(name: str) -> str:
 def load_tokenizer(name: str, trust_remote_code: bool = False, *, offline: bool = False) -> Any:
     """The tokenizer of a model; `offline` asks no hub (a hub id is then found in the local cache only)."""
     path = model_path(name)
-    with _explained(f"model.name: {name!r} is no shipped model ({', '.join(SHIPPED)}) or folder with a tokenizer"):
+    where = f"model.name: {name!r} is no shipped model ({', '.join(SHIPPED)}), folder or GGUF file with a tokenizer"
+    with _explained(where), no_library_bars():
+        if path.endswith(".gguf"):
+            return load_gguf_tokenizer(Path(path))
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=offline)
 
 
@@ -53,26 +61,34 @@ def load_config(name: str, trust_remote_code: bool = False, *, offline: bool = F
     """The architecture's configuration, without weights."""
     path = model_path(name)
     where = f"model.name: {name!r} is no shipped model ({', '.join(SHIPPED)}) or folder, and no configuration was found"
-    with _explained(where):
+    with _explained(where), no_library_bars():
+        if path.endswith(".gguf"):
+            return load_gguf_config(Path(path))
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=offline)
 
 
 def load_model(name: str, *, device: str | torch.device = "cpu", trust_remote_code: bool = False) -> nn.Module:
-    """A causal language model in float32 and evaluation mode. Weights are read from safetensors only.
+    """A causal language model in float32 and evaluation mode. Weights are read from safetensors or GGUF only.
 
     Raises:
         UserError: it cannot be found or loaded, weights are missing or not finite, or its logits are not its
             projection of its hidden states.
     """
-    load_config(name, trust_remote_code)
+    path = model_path(name)
+    is_gguf = path.endswith(".gguf")
+    if not is_gguf:
+        load_config(name, trust_remote_code)
     with _explained(f"model.name: {name!r} could not be loaded"), no_library_bars():
-        model, report = AutoModelForCausalLM.from_pretrained(
-            model_path(name),
-            dtype=torch.float32,
-            use_safetensors=True,
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-        )
+        if is_gguf:
+            model, report = load_gguf_model(Path(path))
+        else:
+            model, report = AutoModelForCausalLM.from_pretrained(
+                path,
+                dtype=torch.float32,
+                use_safetensors=True,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+            )
     # transformers fills what a checkpoint lacks with random numbers, and only prints a report.
     absent = sorted(map(str, report["missing_keys"])) + [str(key) for key in report["mismatched_keys"]]
     if absent:
