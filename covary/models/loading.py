@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from covary.log import no_library_bars
 from covary.models.gguf import load_gguf_config, load_gguf_model, load_gguf_tokenizer
+from covary.models.lora import base_of, is_adapter, merge_adapter
 from covary.scoring.chunked import project
 from covary.types import UserError
 
@@ -34,7 +35,7 @@ def model_path(name: str) -> str:
             raise UserError(f"model.name: no file {name}")
         return str(path)
     if path.is_dir():
-        if not (path / "config.json").is_file():
+        if not (path / "config.json").is_file() and not is_adapter(str(path)):
             runs = (
                 f"; a run's models are the folders below {name}/checkpoints" if (path / "checkpoints").is_dir() else ""
             )
@@ -54,6 +55,8 @@ def load_tokenizer(name: str, trust_remote_code: bool = False, *, offline: bool 
     with _explained(where), no_library_bars():
         if path.endswith(".gguf"):
             return load_gguf_tokenizer(Path(path))
+        if is_adapter(path) and not (Path(path) / "tokenizer_config.json").is_file():
+            return load_tokenizer(_base(path), trust_remote_code, offline=offline)
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=offline)
 
 
@@ -64,17 +67,25 @@ def load_config(name: str, trust_remote_code: bool = False, *, offline: bool = F
     with _explained(where), no_library_bars():
         if path.endswith(".gguf"):
             return load_gguf_config(Path(path))
+        if is_adapter(path):
+            return load_config(_base(path), trust_remote_code, offline=offline)
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=offline)
 
 
 def load_model(name: str, *, device: str | torch.device = "cpu", trust_remote_code: bool = False) -> nn.Module:
     """A causal language model in float32 and evaluation mode. Weights are read from safetensors or GGUF only.
 
+    An adapter's folder gives the model that it was trained on, with the adapter merged into its weights.
+
     Raises:
         UserError: it cannot be found or loaded, weights are missing or not finite, or its logits are not its
             projection of its hidden states.
     """
     path = model_path(name)
+    if is_adapter(path):
+        model = load_model(_base(path), device=device, trust_remote_code=trust_remote_code)
+        with _explained(f"model.name: the adapter {name!r} could not be loaded"):
+            return merge_adapter(model, path)
     is_gguf = path.endswith(".gguf")
     if not is_gguf:
         load_config(name, trust_remote_code)
@@ -108,6 +119,18 @@ def load_model(name: str, *, device: str | torch.device = "cpu", trust_remote_co
     return model
 
 
+def generation_defaults(model: nn.Module) -> dict[str, Any]:
+    """What the checkpoint would have `generate` do to its samples beside the end ids. covary samples without it."""
+    config = getattr(model, "generation_config", None)
+    stored = config.to_diff_dict() if config is not None else {}
+    plain = ("do_sample", "use_cache", "max_length", "transformers_version")
+    return {
+        key: value
+        for key, value in stored.items()
+        if key not in plain and not key.endswith("_token_id") and not key.startswith(("_", "output_"))
+    }
+
+
 def context_length(config: Any) -> int | None:
     """Tokens that the model can read, prompt and completion together; None where its configuration names no limit."""
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -119,6 +142,15 @@ def pick_device(name: str) -> str:
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError("engine.device: cuda, but torch sees no CUDA device here; use cpu or auto")
     return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+
+
+def _base(path: str) -> str:
+    base = base_of(path)
+    try:
+        model_path(base)
+    except UserError as error:
+        raise UserError(f"model.name: the adapter {path} belongs to {base}, which is not there ({error})") from error
+    return base
 
 
 @torch.no_grad()

@@ -12,14 +12,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache
 
 from covary.seeding import derive_seed
 from covary.types import Completion, Finish, Group, Request, Sampling, UserError
+
+if TYPE_CHECKING:  # the class of models takes a second to import, which `covary check --no-model` need not wait
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # Vocabulary entries per bin of the two-level inverse CDF: a running sum over V costs more than all the
 # rest of sampling, sums over bins cost next to nothing.

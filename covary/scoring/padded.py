@@ -95,7 +95,7 @@ def _quantity(score: Score) -> Quantity:
 
 def _final_states(model: nn.Module, sequences: Sequence[list[int]]) -> Tensor:
     """(B, W, D) final hidden states of right-padded sequences."""
-    device = next(model.parameters()).device
+    device = model.device
     width = max(len(sequence) for sequence in sequences)
     # Under causal attention no scored token sees a pad on its right, and positions count from 0.
     ids = torch.tensor([s + [0] * (width - len(s)) for s in sequences], device=device)
