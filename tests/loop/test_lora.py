@@ -67,7 +67,8 @@ def test_a_checkpoint_holds_the_adapter_only_and_a_resume_changes_nothing(tmp_pa
     with safe_open(checkpoint / "adapter_model.safetensors", "pt") as file:
         assert len(file.keys()) == len(trained)
     with safe_open(checkpoint / "training.safetensors", "pt") as file:
-        moments = {name.removeprefix("optimizer.").rpartition(".")[0] for name in file.keys() if "exp_avg" in name}
+        names = list(file.keys())
+    moments = {name.removeprefix("optimizer.").rpartition(".")[0] for name in names if "exp_avg" in name}
     assert moments == trained
     base = load_model(str(whole / "model")).state_dict()
     now = {name.replace(".base_layer", ""): value for name, value in one.model.state_dict().items()}
