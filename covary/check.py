@@ -12,7 +12,7 @@ from typing import Any
 from covary.api import Resolved, build, resolve, run_and_close
 from covary.config import RunConfig, updates_per_rollout, warnings_for
 from covary.log import Screen
-from covary.models.loading import load_config, load_tokenizer, model_path
+from covary.models.loading import SHIPPED, load_config, load_tokenizer, model_path
 from covary.prompts import prompt_group
 from covary.rewards import GRADERS, Grader, build_reward
 from covary.settings import Checkpoint, Log
@@ -77,8 +77,8 @@ def _tokenizer(config: RunConfig, with_model: bool, screen: Screen) -> Any | Non
     try:
         return load_tokenizer(config.model.name, config.model.trust_remote_code, offline=not with_model)
     except UserError:
-        if with_model or model_path(config.model.name) != config.model.name:  # a folder, not a hub id
-            raise
+        if with_model or config.model.name in SHIPPED or Path(model_path(config.model.name)).exists():
+            raise  # a folder or file that is there must be right; a hub id may be absent
         screen.say(
             f"note: {config.model.name} is not on this machine: prompts are shown as messages, their lengths not checked"
         )

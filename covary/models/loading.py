@@ -51,10 +51,10 @@ def model_path(name: str) -> str:
 def load_tokenizer(name: str, trust_remote_code: bool = False, *, offline: bool = False) -> Any:
     """The tokenizer of a model; `offline` asks no hub (a hub id is then found in the local cache only)."""
     path = model_path(name)
-    where = f"model.name: {name!r} is no shipped model ({', '.join(SHIPPED)}), folder or GGUF file with a tokenizer"
-    with _explained(where), no_library_bars():
-        if path.endswith(".gguf"):
+    if path.endswith(".gguf"):
+        with _explained(f"model.name: {name!r} could not be read"):
             return load_gguf_tokenizer(Path(path))
+    with _explained(f"model.name: {name!r} is no shipped model ({', '.join(SHIPPED)}) or folder with a tokenizer"):
         if is_adapter(path) and not (Path(path) / "tokenizer_config.json").is_file():
             return load_tokenizer(_base(path), trust_remote_code, offline=offline)
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=offline)
@@ -63,10 +63,11 @@ def load_tokenizer(name: str, trust_remote_code: bool = False, *, offline: bool 
 def load_config(name: str, trust_remote_code: bool = False, *, offline: bool = False) -> Any:
     """The architecture's configuration, without weights."""
     path = model_path(name)
-    where = f"model.name: {name!r} is no shipped model ({', '.join(SHIPPED)}) or folder, and no configuration was found"
-    with _explained(where), no_library_bars():
-        if path.endswith(".gguf"):
+    if path.endswith(".gguf"):
+        with _explained(f"model.name: {name!r} could not be read"):
             return load_gguf_config(Path(path))
+    where = f"model.name: {name!r} is no shipped model ({', '.join(SHIPPED)}) or folder, and no configuration was found"
+    with _explained(where):
         if is_adapter(path):
             return load_config(_base(path), trust_remote_code, offline=offline)
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=offline)

@@ -212,7 +212,11 @@ def _messages(value: Any, where: str) -> list[Message]:
             raise UserError(f"{where}: role {message['role']!r} is none of {', '.join(_ROLES)}")
         _check_text(message["content"], where)
     if value[-1]["role"] != "user":
-        raise UserError(f"{where}: the last message has to be the user's, it is of role {value[-1]['role']!r}")
+        hint = "; given answers belong into a column of their own (task.completion)"
+        raise UserError(
+            f"{where}: the last message has to be the user's, it is of role {value[-1]['role']!r}"
+            + (hint if value[-1]["role"] == "assistant" else "")
+        )
     return value
 
 
