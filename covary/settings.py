@@ -26,6 +26,10 @@ class Lora:
     targets: Literal["all-linear"] | tuple[Text, ...] = "all-linear"
     """Layers that are adapted, by the last part of their names; never embeddings or the output projection."""
 
+    def __post_init__(self) -> None:
+        if not self.targets:
+            raise ValueError("targets: names no layer; takes all-linear or a list of layer names")
+
 
 @dataclass(frozen=True)
 class Model:
