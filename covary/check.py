@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,18 +44,21 @@ def check(config: RunConfig, *, with_model: bool, screen: Screen) -> None:
         screen.say(f"note: {line}")
     for line in _schedule(config, resolved.task):
         screen.say(line)
-    tokenizer = _tokenizer(config, with_model, screen)
-    if tokenizer is not None:
-        resolved.check_lengths(
-            tokenizer, load_config(config.model.name, config.model.trust_remote_code, offline=not with_model)
-        )
+    # Graders are processes that take seconds to start, as do tokenizers: both at once.
+    with ThreadPoolExecutor(1) as thread:
+        gold = thread.submit(lambda: list(_gold(resolved)))
+        tokenizer = _tokenizer(config, with_model, screen)
+        if tokenizer is not None:
+            resolved.check_lengths(
+                tokenizer, load_config(config.model.name, config.model.trust_remote_code, offline=not with_model)
+            )
     for example in resolved.task.train[:RENDERED]:
         if tokenizer is None:
             screen.say(f"prompt {example.id}: {example.prompt!r}")
             continue
         for name, ids in prompt_group(example, resolved.template, tokenizer).contexts.items():
             screen.say(f"{name} of {example.id}, {len(ids)} tokens: {tokenizer.decode(ids)!r}")
-    for line in _gold(resolved):
+    for line in gold.result():
         screen.say(line)
     if with_model:
         screen.say(_tiny_step(resolved))

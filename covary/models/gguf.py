@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from tokenizers import pre_tokenizers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.initialization import no_init_weights
 
 from covary.types import UserError
 
@@ -34,6 +32,8 @@ def load_gguf_config(path: Path) -> Any:
         UserError: the packages of `covary[gguf]` are missing.
     """
     _need_packages(path)
+    from transformers import AutoConfig
+
     return _unquantized(AutoConfig.from_pretrained(path.parent, gguf_file=path.name))
 
 
@@ -44,6 +44,7 @@ def load_gguf_tokenizer(path: Path) -> Any:
         UserError: the packages of `covary[gguf]` are missing, or the file names a split that is not known.
     """
     _need_packages(path)
+    from transformers import AutoTokenizer
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
     from transformers.integrations.gguf.reader import read_gguf_metadata
 
@@ -74,6 +75,9 @@ def load_gguf_model(path: Path) -> tuple[nn.Module, dict[str, Any]]:
         UserError: the packages of `covary[gguf]` are missing.
     """
     _need_packages(path)
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
     # transformers shows a bar of its own here, which would fill log files.
     with nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO()):
         read, report = AutoModelForCausalLM.from_pretrained(

@@ -1,4 +1,7 @@
-"""A model and its tokenizer by name: shipped, a folder, a GGUF file, or a hub id."""
+"""A model and its tokenizer by name: shipped, a folder, a GGUF file, or a hub id.
+
+transformers is imported where it is first needed: that takes seconds, in which `covary check` has other work to do.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from covary.log import no_library_bars
 from covary.models.gguf import load_gguf_config, load_gguf_model, load_gguf_tokenizer
@@ -50,6 +52,8 @@ def model_path(name: str) -> str:
 
 def load_tokenizer(name: str, trust_remote_code: bool = False, *, offline: bool = False) -> Any:
     """The tokenizer of a model; `offline` asks no hub (a hub id is then found in the local cache only)."""
+    from transformers import AutoTokenizer
+
     path = model_path(name)
     if path.endswith(".gguf"):
         with _explained(f"model.name: {name!r} could not be read"):
@@ -62,6 +66,8 @@ def load_tokenizer(name: str, trust_remote_code: bool = False, *, offline: bool 
 
 def load_config(name: str, trust_remote_code: bool = False, *, offline: bool = False) -> Any:
     """The architecture's configuration, without weights."""
+    from transformers import AutoConfig
+
     path = model_path(name)
     if path.endswith(".gguf"):
         with _explained(f"model.name: {name!r} could not be read"):
@@ -82,6 +88,8 @@ def load_model(name: str, *, device: str | torch.device = "cpu", trust_remote_co
         UserError: it cannot be found or loaded, weights are missing or not finite, or its logits are not its
             projection of its hidden states.
     """
+    from transformers import AutoModelForCausalLM
+
     path = model_path(name)
     if is_adapter(path):
         model = load_model(_base(path), device=device, trust_remote_code=trust_remote_code)

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from covary.settings import Lora
 from covary.types import UserError
@@ -48,6 +47,7 @@ def add_lora(model: nn.Module, lora: Lora, base: str) -> None:
     """
     need_peft("model.lora")
     from peft import LoraConfig, inject_adapter_in_model
+    from transformers.pytorch_utils import Conv1D
 
     head = model.get_output_embeddings()  # pyright: ignore[reportCallIssue]
     layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
