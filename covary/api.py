@@ -8,7 +8,6 @@ import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,16 @@ from covary.evaluate import Evaluator
 from covary.jsonlines import read_jsonl
 from covary.lock import LOCK_FILE, run_lock
 from covary.log import Screen
-from covary.models.loading import context_length, load_config, load_model, load_tokenizer, pick_device
+from covary.models.loading import (
+    context_length,
+    generation_defaults,
+    load_config,
+    load_model,
+    load_tokenizer,
+    model_path,
+    pick_device,
+)
+from covary.models.lora import add_lora, initial_policy, need_peft
 from covary.prompts import Room, Template, TurnEnd, load_template, open_turn_end, prompt_group
 from covary.quantities import QUANTITIES
 from covary.rewards import EXTRACTORS, Grader, Reward, build_reward
@@ -429,6 +437,8 @@ def resolve(config: RunConfig, function: Callable[..., object] | None = None) ->
     Raises:
         UserError: the first thing that does not.
     """
+    if config.model.lora is not None:
+        need_peft("model.lora")
     task: Task = _load_task(config.task)
     if not task.train:
         raise UserError(f"task: {task.name} has no training rows")
@@ -508,10 +518,15 @@ def build(resolved: Resolved, screen: Screen) -> Run:
 
     _seed_everything(config.seed)
     model = load_model(config.model.name, device=device, trust_remote_code=config.model.trust_remote_code)
+    if defaults := generation_defaults(model):
+        listed = ", ".join(f"{key} {value}" for key, value in defaults.items())
+        screen.say(f"note: the model's generation defaults ({listed}) are ignored: samples come from the policy itself")
+    if config.model.lora is not None:
+        add_lora(model, config.model.lora, model_path(config.model.name))
     autocast = torch.bfloat16 if config.engine.autocast == "bfloat16" else None
     engine = LocalEngine(
         model,
-        frozen={"initial": deepcopy(model)} if "initial" in resolved.models else {},
+        frozen={"initial": initial_policy(model)} if "initial" in resolved.models else {},
         reference=reference_model(config),
         micro_batch_tokens=config.engine.micro_batch_tokens,
         autocast=autocast,

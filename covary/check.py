@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 from covary.api import Resolved, build, resolve, run_and_close
 from covary.config import RunConfig, updates_per_rollout, warnings_for
 from covary.log import Screen
-from covary.models.loading import load_config, load_generation_config, load_tokenizer, model_path
+from covary.models.loading import SHIPPED, load_config, load_generation_config, load_tokenizer, model_path
 from covary.prompts import prompt_group
 from covary.rewards import GRADERS, Grader, build_reward
 from covary.rollout.transformers import end_ids
@@ -45,22 +46,25 @@ def check(config: RunConfig, *, with_model: bool, screen: Screen) -> None:
         screen.say(f"note: {line}")
     for line in _schedule(config, resolved.task):
         screen.say(line)
-    tokenizer = _tokenizer(config, with_model, screen)
-    if tokenizer is not None:
-        architecture = load_config(config.model.name, config.model.trust_remote_code, offline=not with_model)
-        for line in resolved.check_lengths(tokenizer, architecture):
-            screen.say(f"note: {line}")
-        generation = load_generation_config(config.model.name, offline=not with_model)
-        ends = end_ids(tokenizer, generation, architecture.get_text_config(decoder=True))
-        if warning := resolved.end_warning(tokenizer, ends):
-            screen.say(f"warning: {warning}")
+    # Graders are processes that take seconds to start, as do tokenizers: both at once.
+    with ThreadPoolExecutor(1) as thread:
+        gold = thread.submit(lambda: list(_gold(resolved)))
+        tokenizer = _tokenizer(config, with_model, screen)
+        if tokenizer is not None:
+            architecture = load_config(config.model.name, config.model.trust_remote_code, offline=not with_model)
+            for line in resolved.check_lengths(tokenizer, architecture):
+                screen.say(f"note: {line}")
+            generation = load_generation_config(config.model.name, offline=not with_model)
+            ends = end_ids(tokenizer, generation, architecture.get_text_config(decoder=True))
+            if warning := resolved.end_warning(tokenizer, ends):
+                screen.say(f"warning: {warning}")
     for example in resolved.task.train[:RENDERED]:
         if tokenizer is None:
             screen.say(f"prompt {example.id}: {example.prompt!r}")
             continue
         for name, ids in prompt_group(example, resolved.template, tokenizer).contexts.items():
             screen.say(f"{name} of {example.id}, {len(ids)} tokens: {tokenizer.decode(ids)!r}")
-    for line in _gold(resolved):
+    for line in gold.result():
         screen.say(line)
     if with_model:
         screen.say(_tiny_step(resolved))
@@ -83,8 +87,8 @@ def _tokenizer(config: RunConfig, with_model: bool, screen: Screen) -> Any | Non
     try:
         return load_tokenizer(config.model.name, config.model.trust_remote_code, offline=not with_model)
     except UserError:
-        if with_model or model_path(config.model.name) != config.model.name:  # a folder, not a hub id
-            raise
+        if with_model or config.model.name in SHIPPED or Path(model_path(config.model.name)).exists():
+            raise  # a folder or file that is there must be right; a hub id may be absent
         screen.say(
             f"note: {config.model.name} is not on this machine: prompts are shown as messages, their lengths not checked"
         )

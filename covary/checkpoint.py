@@ -1,7 +1,8 @@
 """Checkpoints: complete or absent, ordinary Hugging Face folders, no pickle.
 
 `checkpoints/step-NNNNNN/` holds the model as transformers writes it (so it can be loaded, evaluated and
-exported directly), `training.safetensors` (optimizer, random states) and `state.json` (everything else).
+exported directly) or the adapter as peft writes it, `training.safetensors` (optimizer, random states) and
+`state.json` (everything else).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from covary.types import RunError, UserError
 _NAME = re.compile(r"step-(\d+)")
 PARTIAL = ".partial"
 _PICKLE = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+_ADAPTER = "adapter_model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,10 @@ class Checkpoint:
         return json.loads((self.folder / "state.json").read_text(encoding="utf-8"))
 
     def weights(self, like: nn.Module) -> dict[str, Tensor]:
-        """The policy's whole state by name, read as transformers reads it."""
+        """The policy's trained state by name: its adapter's, or all of it, read as transformers reads it."""
+        if hasattr(like, "peft_config"):
+            stored = load_file(self.folder / _ADAPTER)
+            return {name: stored[_in_adapter(name)] for name, p in like.named_parameters() if p.requires_grad}
         with no_library_bars():
             loaded = type(like).from_pretrained(self.folder, dtype=torch.float32, use_safetensors=True)  # pyright: ignore[reportAttributeAccessIssue]
         return loaded.state_dict()
@@ -93,6 +98,11 @@ def latest(run_folder: Path) -> Checkpoint | None:
     return found[-1] if found else None
 
 
+def _in_adapter(name: str) -> str:
+    """The name by which peft's files know an adapter's parameter."""
+    return f"base_model.model.{name.replace('.default.', '.')}"
+
+
 def _named(run_folder: Path) -> list[Checkpoint]:
     folders = [
         Checkpoint(folder, int(match[1]))
@@ -106,7 +116,7 @@ def _is_complete(folder: Path) -> bool:
     """Whether the state can be read and every tensor file has the length that its header says."""
     try:
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        files = [folder / "training.safetensors", *folder.glob("model*.safetensors")]
+        files = [folder / "training.safetensors", *folder.glob("*model*.safetensors")]
         return "progress" in state and len(files) > 1 and all(map(_has_its_length, files))
     except (OSError, ValueError, TypeError):
         return False
@@ -154,8 +164,12 @@ def save(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         weights = {k.removeprefix("model."): v for k, v in engine_state.items() if k.startswith("model.")}
-        with no_library_bars():
-            model.save_pretrained(partial, state_dict=weights)  # pyright: ignore[reportCallIssue]
+        if hasattr(model, "peft_config"):
+            model.peft_config["default"].save_pretrained(partial)  # pyright: ignore[reportIndexIssue, reportCallIssue]
+            save_file({_in_adapter(k): v.contiguous() for k, v in weights.items()}, partial / _ADAPTER)
+        else:
+            with no_library_bars():
+                model.save_pretrained(partial, state_dict=weights)  # pyright: ignore[reportCallIssue]
         tokenizer.save_pretrained(partial)
         training = {k: v for k, v in engine_state.items() if not k.startswith("model.")}
         save_file(

@@ -392,6 +392,13 @@ def _within(section: str, message: str, names: tuple[str, ...]) -> str:
 
 def _set_checked(target: dict[str, Any], key: str, hint: Any, value: Any, path: str, problems: list[str]) -> None:
     """Puts the value into `target[key]` if it has the declared type and range, without coercion."""
+    within = [arg for arg in (hint, *get_args(hint)) if dataclasses.is_dataclass(arg)]
+    if within and isinstance(value, Mapping):  # a section in a section: what is wrong in it is named
+        built: dict[str, Any] = {}
+        _build_section(path, within[0], value, {path: _field_names(within[0])}, built, problems)
+        if path in built:
+            target[key] = built[path]
+        return
     try:
         # JSON's strict mode is the one in which a list may become a tuple and nothing else changes.
         target[key] = TypeAdapter(hint, config=_STRICT).validate_json(json.dumps(value))

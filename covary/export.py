@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
+
+from torch import nn
 
 from covary import checkpoint as checkpoints
+from covary.log import no_library_bars
+from covary.models.loading import load_model, load_tokenizer
+from covary.models.lora import is_adapter
 from covary.types import UserError
 
 OURS = ("training.safetensors", "state.json")
 
 
 def export(run_folder: Path, out: Path, step: int | None = None) -> Path:
-    """Copy a checkpoint's model and tokenizer to `out`, without what only a resume needs.
+    """Copy a checkpoint's model and tokenizer to `out`, without what only a resume needs; an adapter is merged.
 
     Args:
         run_folder: the run.
@@ -20,7 +26,7 @@ def export(run_folder: Path, out: Path, step: int | None = None) -> Path:
         step: which checkpoint; None: the newest.
 
     Raises:
-        UserError: no such checkpoint, or `out` holds something.
+        UserError: no such checkpoint, `out` holds something, or an adapter cannot be merged.
     """
     chosen = checkpoints.latest(run_folder)
     if chosen is None:
@@ -37,7 +43,10 @@ def export(run_folder: Path, out: Path, step: int | None = None) -> Path:
     partial = out.with_name(out.name + ".partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
-        shutil.copytree(chosen.folder, partial, ignore=shutil.ignore_patterns(*OURS))
+        if is_adapter(str(chosen.folder)):
+            _merge(chosen, partial)
+        else:
+            shutil.copytree(chosen.folder, partial, ignore=shutil.ignore_patterns(*OURS))
         if out.exists():
             out.rmdir()
         partial.rename(out)
@@ -45,3 +54,17 @@ def export(run_folder: Path, out: Path, step: int | None = None) -> Path:
         shutil.rmtree(partial, ignore_errors=True)
         raise UserError(f"--out: {out} cannot be written ({error})") from error
     return out
+
+
+def write_folder(model: nn.Module, tokenizer: Any, out: Path) -> None:
+    """A model and its tokenizer as transformers writes them, readable by all."""
+    with no_library_bars():
+        model.save_pretrained(out)  # pyright: ignore[reportCallIssue]
+    tokenizer.save_pretrained(out)
+    for path in out.iterdir():
+        path.chmod(0o644)  # safetensors makes files for their owner alone
+
+
+def _merge(checkpoint: checkpoints.Checkpoint, out: Path) -> None:
+    folder, trusted = str(checkpoint.folder), checkpoint.state()["recipe"]["model"]["trust_remote_code"]
+    write_folder(load_model(folder, trust_remote_code=trusted), load_tokenizer(folder, trusted), out)

@@ -16,15 +16,33 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 @dataclass(frozen=True)
+class Lora:
+    """A low-rank adapter that is trained in place of the weights. Without dropout, as all of covary."""
+
+    rank: PositiveInt = 16
+    """Rank of the adapter's matrices (peft's `r`)."""
+    alpha: PositiveFloat = 32.0
+    """The adapter's part is scaled by alpha / rank (peft's `lora_alpha`)."""
+    targets: Literal["all-linear"] | tuple[Text, ...] = "all-linear"
+    """Layers that are adapted, by the last part of their names; never embeddings or the output projection."""
+
+    def __post_init__(self) -> None:
+        if not self.targets:
+            raise ValueError("targets: names no layer; takes all-linear or a list of layer names")
+
+
+@dataclass(frozen=True)
 class Model:
     """The policy to start from."""
 
     name: Text = "tiny"
-    """`tiny` (shipped with covary), a Hugging Face hub id, or a folder."""
+    """`tiny` (shipped with covary), a Hugging Face hub id, a folder, or a GGUF file."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights in memory. Trained weights are float32 master weights."""
     trust_remote_code: bool = False
     """Run Python code that comes with the checkpoint."""
+    lora: Lora | None = None
+    """Train a low-rank adapter. None: train all weights."""
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,21 @@ from __future__ import annotations
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -50,6 +61,30 @@ def random_llama(vocabulary: int = 259, seed: int = 0, context: int = 256, scale
         for parameter in model.parameters():
             parameter.mul_(scale)
     return model
+
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": 259, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2, "eos_token_id": 257,
+}  # fmt: skip
+FAMILIES: dict[str, Any] = {
+    "llama": LlamaConfig(**_SMALL, tie_word_embeddings=True),
+    "qwen2": Qwen2Config(**_SMALL, tie_word_embeddings=False),
+    "qwen3": Qwen3Config(**_SMALL, head_dim=8, tie_word_embeddings=True),
+    "gemma3": Gemma3TextConfig(
+        **_SMALL, head_dim=8, sliding_window=8, layer_types=["sliding_attention", "full_attention"]
+    ),  # every other layer sees fewer tokens than a prompt has
+    "gpt2": GPT2Config(
+        vocab_size=259, n_embd=32, n_layer=2, n_head=4, n_positions=256, initializer_range=0.2,
+        bos_token_id=257, eos_token_id=257,
+    ),
+}  # fmt: skip
+
+
+def random_model(family: str, seed: int = 0) -> PreTrainedModel:
+    """A tiny model of one of `FAMILIES`, for the byte tokenizer."""
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(FAMILIES[family]).eval()
 
 
 def save_random_model(folder: Path, **options: int) -> Path:

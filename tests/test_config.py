@@ -171,6 +171,22 @@ def test_importing_config_loads_no_torch():
 # ---- overrides -----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("model.lora={rank: 0, alpha: x}", "model.lora.rank: takes an integer above 0, got 0; model.lora.alpha: takes"),
+        ("model.lora={targets: q_proj}", "model.lora.targets: takes all-linear or a list .*, got the text 'q_proj'"),
+        ("model.lora={targets: []}", "model.lora.targets: names no layer"),
+        ("model.lora={lora_alpha: 4}", r"model.lora.lora_alpha: unknown key; did you mean model.lora.alpha\?"),
+        ("model.lora=3", "model.lora: takes a mapping of rank, alpha, targets or null, got 3"),
+        ("rollout.replay={size: 2}", "rollout.replay.history: is required; takes an integer above 0"),
+    ],
+)
+def test_a_mistake_in_a_section_of_a_section_is_named(override, problem):
+    with pytest.raises(UserError, match=problem):
+        config(override)
+
+
 def test_overrides_set_nested_keys_and_make_sections():
     before = {"algorithm": {"name": "gvpo"}, "log": None}
     after = apply_overrides(

@@ -59,6 +59,9 @@ def test_mistakes_are_named(tmp_path):
     bare.chat_template = None
     with pytest.raises(UserError, match=r"'e', context 'prompt': the prompt is a chat.*no chat template"):
         prompt_group(CHAT, load_template("chat"), bare)
+    answered = Example("c", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+    with pytest.raises(UserError, match="'c', context 'prompt': the chat ends with an assistant message"):
+        prompt_group(answered, load_template("chat"), byte_tokenizer())
     with pytest.raises(UserError, match="'t', context 'prompt': the prompt has no tokens"):
         prompt_group(Example("t", ""), load_template("chat"), byte_tokenizer())
     turns = Example("m", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])

@@ -204,8 +204,12 @@ class LocalEngine:
     # -- state -----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
-        """`model.<name>` of the model's whole state, and `optimizer.<parameter>.<exp_avg | exp_avg_sq | step>`."""
-        state = {f"model.{name}": value for name, value in self.model.state_dict().items()}
+        """`model.<name>` of the model's state, and `optimizer.<parameter>.<exp_avg | exp_avg_sq | step>`.
+
+        Frozen weights (beside an adapter) are no part of it: they are where the model came from.
+        """
+        frozen = self._frozen_names()
+        state = {f"model.{name}": value for name, value in self.model.state_dict().items() if name not in frozen}
         for name, parameter in self._parameters.items():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 state[f"optimizer.{name}.{key}"] = value
@@ -214,8 +218,9 @@ class LocalEngine:
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore weights, buffers and optimizer in place."""
-        prefix = "model."
-        self.model.load_state_dict({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
+        given = {k.removeprefix("model."): v for k, v in state.items() if k.startswith("model.")}
+        frozen = {name: value for name, value in self.model.state_dict().items() if name in self._frozen_names()}
+        self.model.load_state_dict(frozen | given)
         for name, parameter in self._parameters.items():
             moments = {
                 key: state[f"optimizer.{name}.{key}"].clone()
@@ -226,6 +231,9 @@ class LocalEngine:
                 for key in ("exp_avg", "exp_avg_sq"):
                     moments[key] = moments[key].to(self.device)
                 self.optimizer.state[parameter] = moments
+
+    def _frozen_names(self) -> set[str]:
+        return {name for name, p in self.model.named_parameters(remove_duplicate=False) if not p.requires_grad}
 
 
 class _Live:

@@ -1,4 +1,7 @@
-"""A model and its tokenizer by name: shipped, a folder, or a hub id."""
+"""A model and its tokenizer by name: shipped, a folder, a GGUF file, or a hub id.
+
+transformers is imported where it is first needed: that takes seconds, in which `covary check` has other work to do.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from covary.log import no_library_bars
+from covary.models.gguf import load_gguf_config, load_gguf_model, load_gguf_tokenizer
+from covary.models.lora import base_of, is_adapter, merge_adapter
 from covary.scoring.chunked import project
 from covary.types import UserError
 
@@ -20,16 +24,20 @@ HEAD_TOLERANCE = 1e-3  # nats; float32 rounding stays far below, another logit t
 
 
 def model_path(name: str) -> str:
-    """The folder of a shipped model or of a path; a hub id as it is.
+    """The folder of a shipped model, a folder or a GGUF file; a hub id as it is.
 
     Raises:
-        UserError: `name` looks like a folder and is none, or the folder holds no model, or one in pickle files.
+        UserError: `name` looks like a folder or file and is none, or the folder holds no model, or one in pickle files.
     """
     if name in SHIPPED:
         return str(Path(__file__).parent / name)
     path = Path(name).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise UserError(f"model.name: no file {name}")
+        return str(path)
     if path.is_dir():
-        if not (path / "config.json").is_file():
+        if not (path / "config.json").is_file() and not is_adapter(str(path)):
             runs = (
                 f"; a run's models are the folders below {name}/checkpoints" if (path / "checkpoints").is_dir() else ""
             )
@@ -50,43 +58,78 @@ def model_path(name: str) -> str:
 
 def load_tokenizer(name: str, trust_remote_code: bool = False, *, offline: bool = False) -> Any:
     """The tokenizer of a model; `offline` asks no hub (a hub id is then found in the local cache only)."""
+    from transformers import AutoTokenizer
+
     path = model_path(name)
+    if path.endswith(".gguf"):
+        with _explained(f"model.name: {name!r} could not be read"):
+            return load_gguf_tokenizer(Path(path))
     with _explained(f"model.name: {name!r} is no shipped model ({', '.join(SHIPPED)}) or folder with a tokenizer"):
+        if is_adapter(path) and not (Path(path) / "tokenizer_config.json").is_file():
+            return load_tokenizer(_base(path), trust_remote_code, offline=offline)
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=offline)
 
 
 def load_config(name: str, trust_remote_code: bool = False, *, offline: bool = False) -> Any:
     """The architecture's configuration, without weights."""
+    from transformers import AutoConfig
+
     path = model_path(name)
+    if path.endswith(".gguf"):
+        with _explained(f"model.name: {name!r} could not be read"):
+            return load_gguf_config(Path(path))
     where = f"model.name: {name!r} is no shipped model ({', '.join(SHIPPED)}) or folder, and no configuration was found"
     with _explained(where):
+        if is_adapter(path):
+            return load_config(_base(path), trust_remote_code, offline=offline)
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=offline)
 
 
-def load_generation_config(name: str, *, offline: bool = False) -> GenerationConfig | None:
+def load_generation_config(name: str, *, offline: bool = False) -> Any | None:
     """What the checkpoint stores for generation (only its end ids are ever used), None where it stores nothing."""
+    from transformers import GenerationConfig
+
+    path = model_path(name)
+    if path.endswith(".gguf"):
+        return None
+    if is_adapter(path):
+        return load_generation_config(_base(path), offline=offline)
     try:
-        return GenerationConfig.from_pretrained(model_path(name), local_files_only=offline)
+        return GenerationConfig.from_pretrained(path, local_files_only=offline)
     except OSError:
         return None
 
 
 def load_model(name: str, *, device: str | torch.device = "cpu", trust_remote_code: bool = False) -> nn.Module:
-    """A causal language model in float32 and evaluation mode. Weights are read from safetensors only.
+    """A causal language model in float32 and evaluation mode. Weights are read from safetensors or GGUF only.
+
+    An adapter's folder gives the model that it was trained on, with the adapter merged into its weights.
 
     Raises:
         UserError: it cannot be found or loaded, weights are missing or not finite, or its logits are not its
             projection of its hidden states.
     """
-    load_config(name, trust_remote_code)
+    from transformers import AutoModelForCausalLM
+
+    path = model_path(name)
+    if is_adapter(path):
+        model = load_model(_base(path), device=device, trust_remote_code=trust_remote_code)
+        with _explained(f"model.name: the adapter {name!r} could not be loaded"):
+            return merge_adapter(model, path)
+    is_gguf = path.endswith(".gguf")
+    if not is_gguf:
+        load_config(name, trust_remote_code)
     with _explained(f"model.name: {name!r} could not be loaded"), no_library_bars():
-        model, report = AutoModelForCausalLM.from_pretrained(
-            model_path(name),
-            dtype=torch.float32,
-            use_safetensors=True,
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-        )
+        if is_gguf:
+            model, report = load_gguf_model(Path(path))
+        else:
+            model, report = AutoModelForCausalLM.from_pretrained(
+                path,
+                dtype=torch.float32,
+                use_safetensors=True,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+            )
     # transformers fills what a checkpoint lacks with random numbers, and only prints a report.
     absent = sorted(map(str, report["missing_keys"])) + [str(key) for key in report["mismatched_keys"]]
     if absent:
@@ -106,6 +149,18 @@ def load_model(name: str, *, device: str | torch.device = "cpu", trust_remote_co
     return model
 
 
+def generation_defaults(model: nn.Module) -> dict[str, Any]:
+    """What the checkpoint would have `generate` do to its samples beside the end ids. covary samples without it."""
+    config = getattr(model, "generation_config", None)
+    stored = config.to_diff_dict() if config is not None else {}
+    plain = ("do_sample", "use_cache", "max_length", "transformers_version")
+    return {
+        key: value
+        for key, value in stored.items()
+        if key not in plain and not key.endswith("_token_id") and not key.startswith(("_", "output_"))
+    }
+
+
 def context_length(config: Any) -> int | None:
     """Tokens that the model can read, prompt and completion together; None where its configuration names no limit."""
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -117,6 +172,15 @@ def pick_device(name: str) -> str:
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError("engine.device: cuda, but torch sees no CUDA device here; use cpu or auto")
     return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+
+
+def _base(path: str) -> str:
+    base = base_of(path)
+    try:
+        model_path(base)
+    except UserError as error:
+        raise UserError(f"model.name: the adapter {path} belongs to {base}, which is not there ({error})") from error
+    return base
 
 
 @torch.no_grad()

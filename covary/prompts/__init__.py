@@ -82,8 +82,8 @@ def prompt_group(example: Example, template: Template, tokenizer: Any) -> Group:
     """A group without completions: every context of the template rendered and encoded for `example`.
 
     Raises:
-        UserError: a chat prompt without a chat template, an example without the answer a context needs,
-            or a prompt of no tokens.
+        UserError: a chat prompt without a chat template or that ends with an assistant message, an example without
+            the answer a context needs, or a prompt of no tokens.
     """
     contexts = {
         name: _encode(example, form, tokenizer, where=f"example {example.id!r}, context {name!r}")
@@ -187,6 +187,11 @@ def _encode(example: Example, form: str, tokenizer: Any, where: str) -> list[int
         raise UserError(
             f"{where}: the prompt is a chat, and the model's tokenizer has no chat template; "
             "use a text template (task.template: r1) or raw text prompts"
+        )
+    elif example.prompt[-1]["role"] == "assistant":
+        raise UserError(
+            f"{where}: the chat ends with an assistant message, and the model would answer itself; "
+            "a prompt ends with the user's message"
         )
     else:
         # Rendered and encoded in one call: encoding rendered text again would add a second start token.

@@ -12,14 +12,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from covary.seeding import derive_seed
 from covary.types import Completion, Finish, Group, Request, Sampling, UserError
+
+if TYPE_CHECKING:  # transformers takes seconds to import, in which `covary check` has other work to do
+    from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 # Vocabulary entries per bin of the two-level inverse CDF: a running sum over V costs more than all the
 # rest of sampling, sums over bins cost next to nothing.
@@ -194,6 +196,8 @@ class TransformersRollout:
 
     def _decode(self, rows: list[_Row], sampling: Sampling) -> Iterator[int]:
         """Completes `rows` as one batch; yields the number of rows that finished, after each step with any."""
+        from transformers import DynamicCache
+
         device = self.model.device
         cache = DynamicCache(config=self.model.config)
         prompts = {p: index for index, p in enumerate(dict.fromkeys(row.prompt for row in rows))}

@@ -13,7 +13,7 @@ from covary.types import Group
 
 def forward(model: nn.Module, groups: Sequence[Group], context: str) -> States:
     """One sequence per row: its prompt and its completion."""
-    device = next(model.parameters()).device
+    device = model.device
     sequences = [group.contexts[context] + row.tokens[:-1] for group in groups for row in group.completions]
     width = max(len(sequence) for sequence in sequences)
     # Under causal attention no scored token sees a pad on its right, and positions count from 0.

@@ -106,7 +106,7 @@ def _blocks(lengths: Sequence[int], start: int, device: torch.device) -> tuple[T
 
 def forward(model: nn.Module, groups: Sequence[Group], context: str) -> States:
     """All trees in one forward pass. The model has to have taken this module's attention (`use_trees`)."""
-    device = next(model.parameters()).device
+    device = model.device
     prompts = [group.contexts[context] for group in groups]
     branches = [row.tokens[:-1] for group in groups for row in group.completions]
     of_row = [g for g, group in enumerate(groups) for _ in group.completions]
@@ -223,7 +223,7 @@ def use_trees(model: nn.Module) -> str | None:
     except Exception as error:  # whatever a model family does not know about packed trees
         why = f"{type(error).__name__}: {error}"
     else:
-        if difference < _TOLERANCE[next(model.parameters()).dtype]:
+        if difference < _TOLERANCE[model.get_input_embeddings().weight.dtype]:
             return None
         why = f"hidden states differ by {difference:.1e} of their size"
     model.set_attn_implementation(before)  # pyright: ignore[reportCallIssue]
@@ -245,7 +245,7 @@ def _difference(model: nn.Module) -> float:
     ]
     rows = [row for group in groups for row in group.completions]
     row, position = torch.tensor([(i, t) for i, row in enumerate(rows) for t in range(len(row.tokens))]).unbind(1)
-    device = next(model.parameters()).device
+    device = model.device
     packed, plain = (
         layout(model, groups, "prompt").before(row.to(device), position.to(device)).double()
         for layout in (forward, padded.forward)

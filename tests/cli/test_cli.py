@@ -108,7 +108,7 @@ def test_train_resume_export_and_eval(call, recipe, tmp_path):
     assert "not 1" in err
 
 
-def test_check(call, recipe, tmp_path):
+def test_check(call, recipe, model, tmp_path):
     code, out, err = call("check", recipe)
     assert code == 0, err
     assert "2 steps of 4 prompts x 2 completions, 2 updates a step, 4 in all; 40 training and 4 test rows" in out
@@ -128,6 +128,12 @@ def test_check(call, recipe, tmp_path):
     assert code == 0, err
     assert "prompts are shown as messages" in out
     assert call("check", recipe, "model.name=nobody/nowhere")[0] == 2
+    # A folder that is there has to have a tokenizer.
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text((model / "config.json").read_text())
+    code, _, err = call("check", recipe, "--no-model", "model.name=m")
+    assert code == 2
+    assert "model.name: 'm'" in err
 
 
 def test_check_reports_a_chat_template_whose_end_ends_nothing(call, recipe, tmp_path):
