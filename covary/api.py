@@ -154,6 +154,42 @@ def evaluate(
     Raises:
         UserError: a mistake in what was asked for.
     """
+    evaluator = build_evaluator(
+        model,
+        task,
+        samples=samples,
+        temperature=temperature,
+        max_tokens=max_tokens,
+        stop=stop,
+        reward=reward,
+        seed=seed,
+        device=device,
+        on_progress=on_progress,
+    )
+    try:
+        metrics, errors = evaluator()
+        name, rows = evaluator.name, len(evaluator.examples)
+        if errors and metrics[f"eval/{name}/unscorable"] == rows * (samples + 1):
+            raise UserError(f"no completion of {name} could be scored; the first reason: {errors[0]}")
+        return metrics
+    finally:
+        evaluator.reward.close()
+
+
+def build_evaluator(
+    model: str | os.PathLike[str] | Trained,
+    task: Any,
+    *,
+    samples: int,
+    temperature: float,
+    max_tokens: int,
+    stop: Sequence[str] = (),
+    reward: str | Callable[..., object] | None = None,
+    seed: int = 0,
+    device: str = "auto",
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Evaluator:
+    """The evaluation that `evaluate` makes, with the same arguments. Whoever asked for it closes its reward."""
     if not isinstance(model, str | os.PathLike | Trained):
         raise UserError(
             f"covary.evaluate: model takes a name, a folder, a run folder or what covary.train returned, "
@@ -178,14 +214,7 @@ def evaluate(
     rollout.on_progress = on_progress
     sampling = Sampling(max_tokens, temperature, tuple(stop))
     seed = derive_seed(seed, "eval")  # as in a run of that seed
-    evaluator = Evaluator(loaded.name, loaded.test, rollout, grader, template, tokenizer, sampling, samples, seed)
-    try:
-        metrics, errors = evaluator()
-        if errors and metrics[f"eval/{loaded.name}/unscorable"] == len(loaded.test) * (samples + 1):
-            raise UserError(f"no completion of {loaded.name} could be scored; the first reason: {errors[0]}")
-        return metrics
-    finally:
-        grader.close()
+    return Evaluator(loaded.name, loaded.test, rollout, grader, template, tokenizer, sampling, samples, seed)
 
 
 def start_run(config: RunConfig, function: Callable[..., object] | None, screen: Screen) -> Trained:

@@ -44,11 +44,15 @@ class Evaluator:
         `reward` the mean reward where graders give partial credit. Rows that cannot be scored are left out of
         all of them and counted.
         """
+        groups, errors = self.graded()
+        return self._metrics(groups), errors
+
+    def graded(self) -> tuple[list[Group], list[str]]:
+        """The graded groups, `samples` sampled completions and a greedy one each, and reasons of missing rewards."""
         groups = [prompt_group(example, self.template, self.tokenizer) for example in self.examples]
         plan = [Request(self.samples), Request(1, decoding="greedy")]
         groups = self.rollout.generate([plan] * len(groups), groups, self.sampling, self.seed)
-        errors = grade(groups, self.reward)
-        return self._metrics(groups), errors
+        return groups, grade(groups, self.reward)
 
     def _metrics(self, groups: Sequence[Group]) -> dict[str, float]:
         prefix = f"eval/{self.name}/"
