@@ -81,7 +81,8 @@ def check(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize("path", SMALL, ids=lambda path: path.stem)
 def test_a_small_recipe_passes_its_check(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = check(path, capsys)
-    assert "60 steps of 64 prompts x 8 completions" in out
+    config = load(path)
+    assert f"{config.steps} steps of {config.rollout.prompts} prompts x {config.rollout.completions} completions" in out
     assert "reference answers: 50 of 50 graded rows get reward 1" in out
     assert "warning" not in out
 
