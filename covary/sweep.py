@@ -212,17 +212,30 @@ def write_results(sweep: Sweep, screen: Screen) -> list[str]:
         point["seeds"].append(job.seed)
         point["values"].append(row[sweep.metric])
         point["curves"].append([[r["step"], r[sweep.metric]] for r in _rows(job) if r.get(sweep.metric) is not None])
-    lines = [f"| point | {sweep.metric} | 95 % interval | standard deviation | seeds |", "|---|---|---|---|---|"]
+    first = next(iter(results), "")
+    header = f"| point | {sweep.metric} | 95 % interval | standard deviation | seeds | against {first}, by seed |"
+    lines = [header, "|---|---|---|---|---|---|"]
     for name, point in results.items():
         average, deviation, half = interval(point["values"])
         point |= {"mean": average, "std": deviation, "half_interval": half}
+        pair = _paired(point, results[first]) if name != first else None
+        point |= {"difference": pair[0], "half_interval_of_difference": pair[2]} if pair else {}
         lines.append(
-            f"| {name} | {average:.3f} | {average - half:.3f} to {average + half:.3f} | {deviation:.3f} | {len(point['seeds'])} |"
+            f"| {name} | {average:.3f} | {average - half:.3f} to {average + half:.3f} | {deviation:.3f} "
+            f"| {len(point['seeds'])} | {f'{pair[0]:+.3f} ± {pair[2]:.3f}' if pair else ''} |"
         )
     (sweep.out / "results.json").write_text(json.dumps({"metric": sweep.metric, "points": results}, indent=1) + "\n")
     (sweep.out / "table.md").write_text("\n".join(lines) + "\n")
     _plot(sweep, results, screen)
     return lines
+
+
+def _paired(point: Mapping[str, Any], first: Mapping[str, Any]) -> tuple[float, float, float] | None:
+    """`interval` of the differences at equal seeds, which share data and their order; None without a common seed."""
+    of_first = dict(zip(first["seeds"], first["values"], strict=True))
+    pairs = zip(point["seeds"], point["values"], strict=True)
+    differences = [value - of_first[seed] for seed, value in pairs if seed in of_first]
+    return interval(differences) if differences else None
 
 
 def _plot(sweep: Sweep, results: Mapping[str, Mapping[str, Any]], screen: Screen) -> None:
