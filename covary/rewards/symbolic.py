@@ -88,6 +88,7 @@ def constant(value: Any) -> Number | None:
     """The exact number of a small rational constant; a decimal with the digits that it was written with."""
     if isinstance(value, sympy.Float):
         mantissa, _, exponent = str(value).lstrip("-").partition("e")
+        mantissa = mantissa.rstrip("0")  # sympy pads to 15 digits
         digits = mantissa.partition(".")[2]
         step = Fraction(10) ** (int(exponent or 0) - len(digits))
         return Number(Fraction(str(value)), step, len(mantissa.replace(".", "").lstrip("0")))

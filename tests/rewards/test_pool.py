@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from covary.rewards import FunctionFile, Graded, Grader, Pool
+from covary.rewards import FunctionFile, Grade, Graded, Grader, Pool
 
 FILE = """
 import os, signal, subprocess, sys, time
@@ -247,15 +247,16 @@ def test_any_thread_may_use_it(task: FunctionFile, make_pool: Callable[..., Pool
 
 def test_one_pool_serves_several_tasks(task: FunctionFile, make_pool: Callable[..., Pool]) -> None:
     pool = make_pool(workers=1)
-    assert pool.run(Grader("exact"), [("4", "4", {})]) == [Graded(1.0)]
+    right = Graded(1.0, grade=Grade("correct", "4"))
+    assert pool.run(Grader("exact"), [("4", "4", {})]) == [right]
     assert pool.run(task, items("abc")) == [Graded(3.0)]
-    assert pool.run(Grader("exact", "last_number"), [("= 4.", "4", {})]) == [Graded(1.0)]
+    assert pool.run(Grader("exact", "last_number"), [("= 4.", "4", {})]) == [right]
 
 
 def test_columns_that_cannot_be_pickled(make_pool: Callable[..., Pool]) -> None:
     columns = {"lock": threading.Lock()}
     verdicts = make_pool(workers=1).run(Grader("exact"), [("4", "4", columns), ("4", "4", {})])
-    assert verdicts[1] == Graded(1.0)
+    assert verdicts[1] == Graded(1.0, grade=Grade("correct", "4"))
     assert verdicts[0].value is None
     assert "cannot pickle" in str(verdicts[0].error)
 
