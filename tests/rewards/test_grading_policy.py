@@ -157,44 +157,8 @@ def test_hostile_text_is_wrong_within_seconds(text: str) -> None:
 
 # -- extraction ----------------------------------------------------------------------------------------------
 
-PIECES = st.sampled_from(
-    [
-        "\\boxed{",
-        "}",
-        "{",
-        "$",
-        "\\(",
-        "\\)",
-        "\\[",
-        "\\]",
-        "answer is ",
-        "####",
-        "</think>",
-        "<answer>",
-        "</answer>",
-        "4",
-        ",",
-        "1,234",
-    ]
-    + [
-        "\\frac12",
-        " and ",
-        "\n",
-        "x",
-        "=",
-        "%",
-        "\\",
-        "\\text{",
-        "A",
-        "(C)",
-        ".",
-        "-",
-        "e5",
-        "\u22125",
-        "^",
-        "Answer: ",
-    ]
-)
+_MARKUP = r"\boxed{ } { $ \( \) \[ \] #### </think> <answer> </answer> 4 , 1,234 \frac12 x = % \ \text{ A (C) . - e5 ^ Answer:"
+PIECES = st.sampled_from([*_MARKUP.split(), " and ", "\n", " ", "answer is ", "\u22125"])
 TEXTS = st.one_of(st.text(max_size=60), st.lists(PIECES, max_size=25).map("".join))
 FINDERS = {**EXTRACTORS, "stated_answer": stated_answer, "choice": choice}
 
