@@ -314,3 +314,28 @@ def test_processes_end_when_the_parent_is_killed(word: str, task: FunctionFile, 
     process.kill()
     process.wait()
     assert wait_for(lambda: not is_alive(worker), 15)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc tells memory and open files")
+def test_nothing_leaks_over_ten_thousand_items(make_pool: Callable[..., Pool]) -> None:
+    """One worker grades them all, hostile ones among them; neither it nor this process grows."""
+    pool = make_pool(workers=1, deadline=60)
+
+    def batch(start: int) -> list[Graded]:
+        texts = [rf"\boxed{{{i} + x^2}}" if i % 2 else "{" * 2000 + str(i) for i in range(start, start + 1000)]
+        return pool.run(Grader("math"), [(text, str(i), {}) for i, text in enumerate(texts)])
+
+    def pages() -> list[int]:
+        children = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()
+        return [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in ["self", *children]]
+
+    batch(0)
+    batch(1000)
+    before, files = pages(), len(os.listdir("/proc/self/fd"))
+    for start in range(2000, 12_000, 1000):
+        assert all(graded.error is None for graded in batch(start))
+    after = pages()
+    assert len(after) == len(before)  # no worker was replaced, none was left behind
+    assert max(b - a for a, b in zip(before, after, strict=True)) * os.sysconf("SC_PAGE_SIZE") < 64 << 20
+    assert len(os.listdir("/proc/self/fd")) == files
