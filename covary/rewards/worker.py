@@ -115,7 +115,8 @@ def _load(task: PoolTask) -> GradeItem:
         return item_form(task.load())
     grade = grade_extracted(task)
     with contextlib.suppress(Exception):
-        grade("1", "2", {})  # the first call imports libraries and builds grammars: not an item's time
+        # The first formula imports libraries and builds grammars: not an item's time. Plain numbers need neither.
+        grade(r"\boxed{x}", "x + 1", {})
     return grade
 
 
