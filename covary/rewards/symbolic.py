@@ -162,7 +162,7 @@ def _hundredth(value: Any, percent: bool) -> Any:
 
 def _leaves(value: Any) -> list[Any]:
     if isinstance(value, sympy.MatrixBase):
-        return list(value)
+        return list(value.flat())
     if isinstance(value, sympy.Basic) and not isinstance(value, sympy.Expr):
         return [leaf for arg in value.args for leaf in _leaves(arg)]
     return [value]
@@ -205,7 +205,9 @@ def _holds(value: Any, kinds: tuple[type, ...]) -> bool:
 
 def _equal(gold: Any, said: Any, tolerance: float | None) -> bool:
     if isinstance(gold, sympy.MatrixBase) and isinstance(said, sympy.MatrixBase):
-        return gold.shape == said.shape and all(_equal(g, s, tolerance) for g, s in zip(gold, said, strict=True))
+        return gold.shape == said.shape and all(
+            _equal(g, s, tolerance) for g, s in zip(gold.flat(), said.flat(), strict=True)
+        )
     if isinstance(gold, sympy.Tuple) and isinstance(said, sympy.Tuple):
         return len(gold) == len(said) and all(_equal(g, s, tolerance) for g, s in zip(gold, said, strict=True))
     if isinstance(gold, sympy.FiniteSet) and isinstance(said, sympy.FiniteSet):
@@ -255,7 +257,7 @@ def _is_tame(value: Any) -> bool:
     """
     if not isinstance(value, sympy.Basic | sympy.MatrixBase):
         return False
-    powers = value.atoms(sympy.Pow)
+    powers: set[Any] = value.atoms(sympy.Pow)
     if (
         len(value.atoms(sympy.Function)) > 6
         or sum(1 for _ in sympy.preorder_traversal(value)) > _TAME
