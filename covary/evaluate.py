@@ -14,7 +14,8 @@ from typing import Any
 
 from covary.batch import RolloutEngine
 from covary.prompts import Template, prompt_group
-from covary.rewards import Graded, Reward, compares_answers, reads_answers
+from covary.rewards import Graded, Reward
+from covary.rewards.facts import compares_answers, reads_answers
 from covary.statistics import Estimate, estimate, majority, pass_at_k
 from covary.types import Example, Group, Request, Sampling
 

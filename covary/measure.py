@@ -23,7 +23,7 @@ from covary.config import validate_task
 from covary.evaluate import Evaluator, Sample
 from covary.models.loading import load_model, load_tokenizer, pick_device
 from covary.prompts import Template, load_template, prompt_group
-from covary.rewards.version import grader_version
+from covary.rewards.facts import grader_version
 from covary.rollout.server import ServerRollout
 from covary.rollout.transformers import TransformersRollout
 from covary.samples import Shard, answer

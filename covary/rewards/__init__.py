@@ -25,7 +25,7 @@ from covary.rewards.math import grade_math
 from covary.rewards.pool import Pool, PoolTask
 from covary.rewards.reasoning_gym import grade_reasoning_gym
 from covary.rewards.reward import BatchReward, ItemReward, PooledReward
-from covary.rewards.types import Grade, Graded, Grader, Reward
+from covary.rewards.types import Graded, Grader, Reward
 from covary.types import UserError
 
 __all__ = [
@@ -38,9 +38,7 @@ __all__ = [
     "PoolTask",
     "Reward",
     "build_reward",
-    "compares_answers",
     "grade_extracted",
-    "reads_answers",
 ]
 
 # (text, answer, columns of the row) -> score, or None where the row cannot be scored
@@ -96,31 +94,17 @@ def build_reward(
     return BatchReward(name, spec) if is_batch_form(spec) else ItemReward(name, spec)
 
 
-def reads_answers(reward: Reward) -> bool:
-    """Whether its verdicts say which answer they read (`Graded.grade`): those of built-in graders do."""
-    return isinstance(reward, PooledReward) and isinstance(reward.task, Grader)
-
-
-def compares_answers(reward: Reward) -> bool:
-    """Whether a completion's answer may stand for the reference, to tell if another completion says the same.
-
-    Not with Reasoning Gym's scorers: some look at the question alone, and would take any two right answers for one.
-    """
-    return reads_answers(reward) and reward.name != "reasoning_gym"
-
-
 def grade_extracted(grader: Grader) -> GradeItem:
-    """What a grader says about what its extractor finds, a `Graded`. Where that is nothing, the score is 0."""
+    """What a grader says about what its extractor finds. Where that is nothing, the score is 0."""
     extract, score = EXTRACTORS[grader.extract], GRADERS[grader.name]
 
-    def grade(completion: str, answer: str | None, columns: dict[str, Any]) -> Graded:
+    def grade(completion: str, answer: str | None, columns: dict[str, Any]) -> float | None:
         found = extract(completion)
         if found is not None:
-            value = score(found, answer, columns)
-            return Graded(value, grade=Grade("correct" if value == 1 else "incorrect", found))
+            return score(found, answer, columns)
         # A row that no text can be scored on is unscorable for this one as well; a 0 here and
         # None for the others would favour them.
-        return Graded(None if score("", answer, columns) is None else 0.0, grade=Grade("unparsable"))
+        return None if score("", answer, columns) is None else 0.0
 
     return grade
 

@@ -24,11 +24,11 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from covary.rewards.functions import FunctionFile
-from covary.rewards.types import Grade, Graded, Grader, as_graded, error_line
+from covary.rewards.types import Graded, Grader, as_graded, error_line
 
 HEADER = struct.Struct("!qQ")  # of a request: index of the item or LOAD, bytes that follow
 LOAD = -1
@@ -232,10 +232,8 @@ class _Worker:
         self.index = None
         if answer.get("spent"):
             self.end()
-        error, grade = answer.get("error"), answer.get("grade")
-        if error is not None:
-            return Graded(None, str(error))
-        return replace(as_graded(answer.get("value")), grade=Grade(*grade) if grade else None)
+        error = answer.get("error")
+        return as_graded(answer.get("value")) if error is None else Graded(None, str(error))
 
 
 def _wait(busy: list[_Worker]) -> None:

@@ -6,7 +6,7 @@ import math
 import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from covary.types import Example
 
@@ -30,15 +30,6 @@ class Grader:
 
 
 @dataclass(frozen=True)
-class Grade:
-    """What a grader says of a completion."""
-
-    verdict: Literal["correct", "incorrect", "unparsable"]
-    extracted: str | None = None
-    credit: float = 0.0
-
-
-@dataclass(frozen=True)
 class Graded:
     """The verdict on one completion.
 
@@ -46,12 +37,10 @@ class Graded:
         value: the reward; None where the completion could not be scored.
         error: why not, with the type of the exception. None beside a value of None is a reward
             function that abstained.
-        grade: what a built-in grader said.
     """
 
     value: float | None
     error: str | None = None
-    grade: Grade | None = None
 
 
 class Reward(Protocol):
@@ -74,13 +63,11 @@ class Reward(Protocol):
 
 
 def as_graded(value: object) -> Graded:
-    """What a grader or a reward function returned, as a verdict.
+    """What a reward function returned, as a verdict.
 
     None and NaN abstain. A number (bools, numpy scalars and 0-d tensors among them) is the reward;
     anything else, and an infinite number, is an error.
     """
-    if isinstance(value, Graded):
-        return value
     item = getattr(value, "item", None)
     if callable(item) and getattr(value, "ndim", None) == 0:
         value = item()

@@ -74,8 +74,6 @@ def main() -> None:
             verdict = Graded(None, error_line(error))
         faulthandler.cancel_dump_traceback_later()
         answer = {"index": index, "value": verdict.value, "error": verdict.error, "spent": spent}
-        if verdict.grade is not None:
-            answer["grade"] = [verdict.grade.verdict, verdict.grade.extracted]
         _write(answers, json.dumps(answer).encode() + b"\n")
 
 

@@ -1,4 +1,4 @@
-"""Which code graded: stored beside an evaluation, since another grader gives other numbers."""
+"""What evaluation wants to know of a reward: whether it reads answers, whether it compares them, which code it is."""
 
 from __future__ import annotations
 
@@ -13,8 +13,23 @@ from covary.rewards.types import Grader, Reward
 _LIBRARIES = {"math-verify", "sympy", "reasoning-gym"}
 
 
+def reads_answers(reward: Reward) -> bool:
+    """Whether its verdicts say which answer they read (`Graded.grade`): those of built-in graders do."""
+    return isinstance(reward, PooledReward) and isinstance(reward.task, Grader)
+
+
+def compares_answers(reward: Reward) -> bool:
+    """Whether a completion's answer may stand for the reference, to tell if another completion says the same.
+
+    Not with Reasoning Gym's scorers: some look at the question alone, and would take any two right answers for one.
+    """
+    return reads_answers(reward) and reward.name != "reasoning_gym"
+
+
 def grader_version(reward: Reward) -> dict[str, str | None]:
-    """Name, extractor and a hash of the source; of built-in graders the versions of the libraries that they use.
+    """Stored beside an evaluation, since another grader gives other numbers.
+
+    Name, extractor and a hash of the source; of built-in graders the versions of the libraries that they use.
 
     The source of a Python function that no file holds is not known: its hash is None.
     """
