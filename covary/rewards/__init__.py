@@ -15,36 +15,45 @@ functions named by file run in worker processes (`pool.py`); nothing here import
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from covary.rewards.answer_tags import grade_answer_tags
+from covary.rewards.choice import grade_multiple_choice
 from covary.rewards.exact import grade_exact
 from covary.rewards.extract import answer_tag, boxed, last_line, last_number, whole_text
-from covary.rewards.functions import FunctionFile, GradeItem, is_batch_form
+from covary.rewards.functions import FunctionFile, is_batch_form
 from covary.rewards.math import grade_math
+from covary.rewards.numeric import grade_numeric
 from covary.rewards.pool import Pool, PoolTask
 from covary.rewards.reasoning_gym import grade_reasoning_gym
 from covary.rewards.reward import BatchReward, ItemReward, PooledReward
-from covary.rewards.types import Graded, Grader, Reward
+from covary.rewards.types import Grade, Graded, Grader, Reward, Verdict
 from covary.types import UserError
 
 __all__ = [
     "EXTRACTORS",
     "GRADERS",
     "FunctionFile",
+    "Grade",
     "Graded",
     "Grader",
     "Pool",
     "PoolTask",
     "Reward",
+    "Verdict",
     "build_reward",
+    "grade",
     "grade_extracted",
 ]
 
-# (text, answer, columns of the row) -> score, or None where the row cannot be scored
-GRADERS: dict[str, Callable[[str, str | None, dict[str, Any]], float | None]] = {
+# (text, answer, columns of the row) -> grade, or None where no text can be graded against that answer
+GRADERS: dict[str, Callable[[str, str | None, dict[str, Any]], Grade | None]] = {
     "exact": grade_exact,
+    "numeric": grade_numeric,
     "math": grade_math,
+    "multiple_choice": grade_multiple_choice,
+    "answer_tags": grade_answer_tags,
     "reasoning_gym": grade_reasoning_gym,
 }
 
@@ -94,19 +103,41 @@ def build_reward(
     return BatchReward(name, spec) if is_batch_form(spec) else ItemReward(name, spec)
 
 
-def grade_extracted(grader: Grader) -> GradeItem:
-    """What a grader says about what its extractor finds. Where that is nothing, the score is 0."""
-    extract, score = EXTRACTORS[grader.extract], GRADERS[grader.name]
+def grade(name: str, completion: str, answer: str | None, columns: Mapping[str, Any] | None = None) -> Grade | None:
+    """What a built-in grader says of a completion: a pure function, in this process and without a deadline.
 
-    def grade(completion: str, answer: str | None, columns: dict[str, Any]) -> float | None:
-        found = extract(completion)
+    Runs and evaluations grade in worker processes (`build_reward`), since a completion is untrusted text.
+
+    Args:
+        name: a key of GRADERS.
+        completion: the model's text only, never the prompt.
+        answer: the reference answer.
+        columns: of the row: `tolerance` for `math`, `numeric` and `answer_tags`, `metadata` for `reasoning_gym`.
+
+    Returns:
+        The verdict and the answer that was read; None where no completion can be graded against that answer.
+
+    Raises:
+        UserError: there is no such grader.
+    """
+    _check("grader", name, GRADERS)
+    return GRADERS[name](completion, answer, dict(columns or {}))
+
+
+def grade_extracted(grader: Grader) -> Callable[[str, str | None, dict[str, Any]], Grade | None]:
+    """What a grader says about what its extractor finds. Where that is nothing, the completion is unparsable."""
+    extract, judge = EXTRACTORS[grader.extract], GRADERS[grader.name]
+    options = {} if grader.tolerance is None else {"tolerance": grader.tolerance}
+
+    def grade_item(completion: str, answer: str | None, columns: dict[str, Any]) -> Grade | None:
+        found, columns = extract(completion), options | columns
         if found is not None:
-            return score(found, answer, columns)
+            return judge(found, answer, columns)
         # A row that no text can be scored on is unscorable for this one as well; a 0 here and
         # None for the others would favour them.
-        return None if score("", answer, columns) is None else 0.0
+        return None if judge("", answer, columns) is None else Grade("unparsable")
 
-    return grade
+    return grade_item
 
 
 def _check(kind: str, name: str, known: dict[str, Any]) -> None:

@@ -24,15 +24,16 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from covary.rewards.functions import FunctionFile
-from covary.rewards.types import Graded, Grader, as_graded, error_line
+from covary.rewards.types import Grade, Graded, Grader, as_graded, error_line
 
 HEADER = struct.Struct("!qQ")  # of a request: index of the item or LOAD, bytes that follow
 LOAD = -1
 LOAD_DEADLINE = 120.0  # seconds to start Python and import a grader, on a busy machine
+LONGEST_EXTRACT = 2000  # characters of an extracted answer that come back
 _LONGEST_ANSWER = 1 << 20  # bytes
 
 PoolTask = Grader | FunctionFile
@@ -232,8 +233,11 @@ class _Worker:
         self.index = None
         if answer.get("spent"):
             self.end()
-        error = answer.get("error")
-        return as_graded(answer.get("value")) if error is None else Graded(None, str(error))
+        error, grade = answer.get("error"), answer.get("grade")
+        if error is not None:
+            return Graded(None, str(error))
+        graded = as_graded(answer.get("value"))
+        return replace(graded, grade=Grade(*grade)) if grade else graded
 
 
 def _wait(busy: list[_Worker]) -> None:

@@ -7,9 +7,11 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from covary.rewards.types import Grade
 
-def grade_reasoning_gym(text: str, answer: str | None, columns: dict[str, Any]) -> float | None:
-    """The score, in [0, 1], that the task's own scorer gives.
+
+def grade_reasoning_gym(text: str, answer: str | None, columns: dict[str, Any]) -> Grade:
+    """What the task's own scorer says: correct at its full score, else incorrect with its score as credit.
 
     Args:
         text: the answer alone; scorers give little or nothing to an answer inside a sentence.
@@ -26,13 +28,17 @@ def grade_reasoning_gym(text: str, answer: str | None, columns: dict[str, Any]) 
     entry = {"question": columns.get("question"), "answer": answer, "metadata": metadata}
     parameters = json.dumps(columns.get("parameters", {}), sort_keys=True)
     score = _dataset(create_dataset, metadata["source_dataset"], parameters).score_answer
+    stated = text.strip()
+    if not stated:
+        return Grade("unparsable")
     try:
-        return score(text, entry)
+        value = float(score(text, entry))
     except Exception:
         # Several scorers raise on malformed answers (prime_factorization on any word). If the
         # reference answer passes, the fault lies with the text, and that is a wrong answer.
         score(answer, entry)
-        return 0.0
+        return Grade("unparsable", stated)
+    return Grade("correct", stated) if value >= 1 else Grade("incorrect", stated, credit=value)
 
 
 @functools.lru_cache(maxsize=256)

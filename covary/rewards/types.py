@@ -6,9 +6,11 @@ import math
 import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from covary.types import Example
+
+Verdict = Literal["correct", "incorrect", "unparsable"]
 
 TokenIds = Sequence[Sequence[int]]
 """Of each completion, the end token included where the model gave one."""
@@ -23,24 +25,49 @@ class Grader:
     Attributes:
         name: a key of `covary.rewards.GRADERS`.
         extract: a key of `covary.rewards.EXTRACTORS`, applied to the completion first.
+        tolerance: relative, for `numeric` and the decimals of `math`; a column `tolerance` of the row goes first.
+            None: what the grader says.
     """
 
     name: str
     extract: str = "none"
+    tolerance: float | None = None
+
+
+@dataclass(frozen=True)
+class Grade:
+    """What a grader says of a completion.
+
+    Attributes:
+        verdict: `unparsable` where no answer could be read; as a reward that is a wrong answer.
+        extracted: the answer as the completion states it; None where none was found.
+        credit: of an incorrect answer, where the grader gives partial credit (Reasoning Gym's scorers).
+    """
+
+    verdict: Verdict
+    extracted: str | None = None
+    credit: float = 0.0
+
+    @property
+    def value(self) -> float:
+        """The reward, in [0, 1]."""
+        return 1.0 if self.verdict == "correct" else self.credit
 
 
 @dataclass(frozen=True)
 class Graded:
-    """The verdict on one completion.
+    """The reward of one completion.
 
     Attributes:
         value: the reward; None where the completion could not be scored.
         error: why not, with the type of the exception. None beside a value of None is a reward
-            function that abstained.
+            function, or a grader, that abstained.
+        grade: what a built-in grader said.
     """
 
     value: float | None
     error: str | None = None
+    grade: Grade | None = None
 
 
 class Reward(Protocol):

@@ -22,8 +22,8 @@ from typing import Any, BinaryIO
 
 from covary.rewards import grade_extracted
 from covary.rewards.functions import FunctionFile, GradeItem, item_form
-from covary.rewards.pool import HEADER, LOAD, LOAD_DEADLINE, Job, PoolTask
-from covary.rewards.types import Graded, Grader, as_graded, error_line
+from covary.rewards.pool import HEADER, LOAD, LOAD_DEADLINE, LONGEST_EXTRACT, Job, PoolTask
+from covary.rewards.types import Grade, Graded, Grader, as_graded, error_line
 
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _EFFECT_FAMILIES = ("socket.", "shutil.", "subprocess.", "ctypes.", "pty.")
@@ -58,7 +58,7 @@ def main() -> None:
         # one that hangs in C and never gives up the interpreter's lock.
         allowed = LOAD_DEADLINE if index == LOAD else deadline
         faulthandler.dump_traceback_later(2 * allowed + 1, exit=True, file=nowhere)
-        verdict = Graded(None)
+        verdict, said = Graded(None), None
         try:
             if index == LOAD:
                 job: Job = pickle.loads(payload)
@@ -68,12 +68,16 @@ def main() -> None:
                 guard.on = isinstance(job.task, Grader)  # what the user wrote may do what it likes
                 _limit_memory(job.memory)
             else:
-                verdict = as_graded(grade(*pickle.loads(payload)))
+                said = grade(*pickle.loads(payload))
+                verdict = as_graded(said.value if isinstance(said, Grade) else said)
         except BaseException as error:  # SystemExit too: no item takes the process with it
             spent = isinstance(error, MemoryError)
             verdict = Graded(None, error_line(error))
         faulthandler.cancel_dump_traceback_later()
         answer = {"index": index, "value": verdict.value, "error": verdict.error, "spent": spent}
+        if isinstance(said, Grade):
+            # Cut, since a model may state megabytes.
+            answer["grade"] = [said.verdict, said.extracted and said.extracted[:LONGEST_EXTRACT], said.credit]
         _write(answers, json.dumps(answer).encode() + b"\n")
 
 

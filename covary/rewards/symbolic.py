@@ -1,0 +1,273 @@
+"""Comparing formulas with Math-Verify and sympy, which this file imports (a second, so it is imported when first needed).
+
+Math-Verify compares numbers by their difference to so many decimals, which makes all small numbers equal; constants are
+therefore compared here, exactly if rational and by relative difference otherwise, also inside tuples, sets, intervals and
+matrices. Formulas with variables are compared at a few points. The rest (equations, inequalities, unions) is Math-Verify's.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from fractions import Fraction
+from typing import Any
+
+import math_verify
+import sympy
+from latex2sympy2_extended.latex2sympy2 import latex2sympy
+from latex2sympy2_extended.math_normalization import NormalizationConfig, normalize_latex
+
+from covary.rewards.formula import Formula, Number
+from covary.rewards.math import same_number
+from covary.rewards.types import Verdict
+
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts, which need signals, are off
+
+_NORMALIZATION = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
+_MOST_BITS = 1 << 17  # of a number that is written as a power or factorial: 2004! has 19,000
+_PRECISION = 40  # digits to which irrational numbers are computed
+_CLOSE = sympy.Float("1e-25", _PRECISION)  # relative difference of equal ones
+_UNFINISHED = (sympy.Integral, sympy.Sum, sympy.Product, sympy.Limit, sympy.Derivative)
+_COMPLEX = re.compile(r"(?<![A-Za-z\\])i(?![A-Za-z])|\\(?:i|imath|Re|Im|arg|mathbb\s*\{C\})(?![A-Za-z])")
+_POINTS = ((1, 1, 1, 1), (-1, -1, -1, -1), (1, -1, 1, -1))  # signs of the variables
+
+
+def compare(gold: Formula, said: Formula, tolerance: float | None) -> Verdict:
+    """Whether two readable formulas say the same; `unparsable` where the second cannot be parsed, or not within bounds."""
+    sides = _is_equation(gold) == _is_equation(said)  # otherwise one names a value and the other is a curve
+    g, s = (parse(formula.text if sides else formula.equation) for formula in (gold, said))
+    if s is None or not is_small(s):
+        return "unparsable"
+    if g is None or not is_small(g):
+        return "incorrect"
+    if _holds(s, _UNFINISHED) and not _holds(g, _UNFINISHED):
+        return "unparsable"  # an integral that is left to the grader is no answer, and may take for ever
+    if (_is_set(gold.text) and _is_tuple(said.text)) or (_is_tuple(gold.text) and _is_set(said.text)):
+        return "incorrect"
+    if gold.name and said.name and gold.name != said.name:
+        return "incorrect"
+    if gold.percent != said.percent and _equal(_hundredth(g, gold.percent), _hundredth(s, said.percent), tolerance):
+        return "correct"
+    return "correct" if _equal(g, s, tolerance) else "incorrect"
+
+
+@functools.lru_cache(maxsize=4096)
+def parse(text: str) -> Any | None:
+    """The sympy object that the whole of a text stands for, with exact decimals; None if the grammar does not take all of it."""
+    if "or" in text and (union := _alternatives(text)) is not None:
+        return union
+    text = text.replace(" or ", ",")
+    if re.search(r"\\binom\s*\{\s*\d{4,}|\\int.*\\int|(?<![A-Za-z\\])[A-Za-z]{4,}", text):
+        return None  # binomials are computed while they are parsed; a word is no product of its letters
+    try:
+        text = normalize_latex(text, _NORMALIZATION)
+        parsed = latex2sympy(
+            text, is_real=not _COMPLEX.search(text), convert_degrees=False, normalization_config=None
+        )
+    except Exception:  # the grammar's own, and whatever sympy's constructors say of nonsense
+        return None
+    if isinstance(parsed, sympy.Eq) and isinstance(parsed.rhs, sympy.Set):
+        return parsed.rhs  # "x in [1, 2]"
+    return parsed
+
+
+def is_small(value: Any) -> bool:
+    """Whether no power or factorial in it is too large to compute."""
+    try:
+        return all(_bits(e) <= _MOST_BITS for e in _leaves(value))
+    except (RecursionError, OverflowError, ValueError):
+        return False
+
+
+def constant(value: Any) -> Number | None:
+    """The exact number of a small rational constant; a decimal with the digits that it was written with."""
+    if isinstance(value, sympy.Float):
+        text = str(value).lstrip("-")
+        mantissa, _, exponent = text.partition("e")
+        digits = mantissa.partition(".")[2]
+        step = Fraction(10) ** (int(exponent or 0) - len(digits))
+        return Number(Fraction(str(value)), step, len(mantissa.replace(".", "").lstrip("0")))
+    rational = _exact(value)
+    return Number(Fraction(int(rational.p), int(rational.q))) if isinstance(rational, sympy.Rational) else None
+
+
+def _alternatives(text: str) -> Any | None:
+    """Inequalities joined by "or", as the union of the sets that they describe."""
+    parts = text.split(" or ")
+    if len(parts) < 2 or not all(re.search(r"[<>]|\\[lg]e\b|\\in\b", part) for part in parts):
+        return None
+    sets = [_as_set(parse(part)) for part in parts]
+    return sympy.Union(*sets) if all(s is not None for s in sets) else None
+
+
+def _as_set(value: Any) -> Any | None:
+    if isinstance(value, sympy.Set):
+        return value
+    try:
+        return value.as_set()
+    except Exception:  # not every relation can be solved
+        return None
+
+
+def _is_equation(formula: Formula) -> bool:
+    """Whether it relates several quantities, rather than naming one value."""
+    return formula.name is None and "=" in formula.text and "," not in formula.text
+
+
+def _is_set(text: str) -> bool:
+    return text.startswith(r"\{") and text.endswith(r"\}")
+
+
+def _is_tuple(text: str) -> bool:
+    return text.startswith("(") and text.endswith(")") and "," in text
+
+
+def _hundredth(value: Any, percent: bool) -> Any:
+    return value / 100 if percent and isinstance(value, sympy.Expr) else value
+
+
+def _leaves(value: Any) -> list[Any]:
+    if isinstance(value, sympy.MatrixBase):
+        return list(value)
+    if isinstance(value, sympy.Basic) and not isinstance(value, sympy.Expr):
+        return [leaf for arg in value.args for leaf in _leaves(arg)]
+    return [value]
+
+
+def _bits(value: Any) -> float:
+    """An upper bound of log2 |value|, for any formula, without computing it."""
+    if isinstance(value, sympy.Rational):
+        return max(int(value.p).bit_length(), int(value.q).bit_length())
+    parts = [_bits(arg) for arg in getattr(value, "args", ())]
+    if isinstance(value, sympy.Pow | sympy.exp):
+        base = max(parts[0], 1) if isinstance(value, sympy.Pow) else 2
+        size = base * _magnitude(value.args[-1])  # its own parts have been found small
+        if size > _MOST_BITS:
+            raise OverflowError
+        return size
+    if isinstance(value, sympy.factorial | sympy.factorial2 | sympy.gamma):
+        size = 2.0 ** min(parts[0], 64) * max(parts[0], 1)
+        if size > _MOST_BITS:
+            raise OverflowError
+        return size
+    total = sum(parts) + 4
+    if total > _MOST_BITS:
+        raise OverflowError
+    return total
+
+
+def _magnitude(value: Any) -> float:
+    return abs(complex(sympy.N(value.xreplace({v: sympy.Integer(3) for v in value.free_symbols}), 5)))
+
+
+def _holds(value: Any, kinds: tuple[type, ...]) -> bool:
+    return isinstance(value, sympy.Basic | sympy.MatrixBase) and bool(value.has(*kinds))
+
+
+def _equal(gold: Any, said: Any, tolerance: float | None) -> bool:
+    if isinstance(gold, sympy.MatrixBase) and isinstance(said, sympy.MatrixBase):
+        return gold.shape == said.shape and all(_equal(g, s, tolerance) for g, s in zip(gold, said, strict=True))
+    if isinstance(gold, sympy.Tuple) and isinstance(said, sympy.Tuple):
+        return len(gold) == len(said) and all(_equal(g, s, tolerance) for g, s in zip(gold, said, strict=True))
+    if isinstance(gold, sympy.FiniteSet) and isinstance(said, sympy.FiniteSet):
+        return _same_elements(gold, said, tolerance)
+    if isinstance(gold, sympy.Interval) and isinstance(said, sympy.Interval):
+        ends = gold.left_open == said.left_open and gold.right_open == said.right_open
+        return ends and _equal(gold.start, said.start, tolerance) and _equal(gold.end, said.end, tolerance)
+    if isinstance(gold, sympy.Expr) and isinstance(said, sympy.Expr):
+        same = _same_expression(gold, said, tolerance)
+        if same is not None:
+            return same
+    return _verify(gold, said)
+
+
+def _same_elements(gold: Any, said: Any, tolerance: float | None) -> bool:
+    left = list(said.args)
+    for g in gold.args:
+        match = next((s for s in left if _equal(g, s, tolerance)), None)
+        if match is None:
+            return False
+        left.remove(match)
+    return not left
+
+
+def _same_expression(gold: Any, said: Any, tolerance: float | None) -> bool | None:
+    """None where numbers cannot tell."""
+    if gold == said:
+        return True
+    g, s = constant(gold), constant(said)
+    if g is not None and s is not None:
+        return same_number(g, s, tolerance)
+    if isinstance(gold, sympy.Symbol) and isinstance(said, sympy.Symbol):
+        return None  # names: Math-Verify's rules of case
+    variables = sorted(gold.free_symbols | said.free_symbols, key=str)
+    if not variables:
+        return _close(gold, said, tolerance)
+    agreed = []
+    for signs in _POINTS:
+        point = {v: sympy.Rational(signs[i % 4] * (3 * i + 7), 2 * i + 5) for i, v in enumerate(variables)}
+        close = _close(gold.xreplace(point), said.xreplace(point), tolerance)
+        if close is None:
+            return None
+        agreed.append(close)
+    if not agreed[0]:
+        return False
+    return True if all(agreed) else None
+
+
+def _close(gold: Any, said: Any, tolerance: float | None) -> bool | None:
+    """Whether two constants are equal up to the precision; None if they are no finite numbers."""
+    decimal = next((n for n in (_written(gold), _written(said)) if n is not None), None)
+    try:
+        g, s = (sympy.N(_rational(value), _PRECISION) for value in (gold, said))
+    except Exception:
+        return None
+    if not all(value.is_number and value.is_finite for value in (g, s)):
+        return None
+    if any(_is_zero(value) for value in (g, s)):
+        return all(_is_zero(value) for value in (g, s))
+    difference = abs(g - s)
+    if tolerance is not None:
+        return bool(difference <= tolerance * abs(g))
+    if decimal is not None and decimal.digits >= 6:
+        return bool(difference <= sympy.Rational(decimal.step.numerator, decimal.step.denominator))
+    return bool(difference <= _CLOSE * abs(g))
+
+
+def _written(value: Any) -> Number | None:
+    return constant(value) if isinstance(value, sympy.Float) else None
+
+
+def _is_zero(value: Any) -> bool:
+    """Zero, or what is left of it after cancellation (sympy marks such a number with one bit of precision)."""
+    return all(part == 0 or getattr(part, "_prec", 2) == 1 for part in value.as_real_imag())
+
+
+def _rational(value: Any) -> Any:
+    """The same with exact decimals."""
+    floats = value.atoms(sympy.Float)
+    return value.xreplace({f: sympy.Rational(str(f)) for f in floats}) if floats else value
+
+
+def _exact(value: Any) -> Any:
+    if not isinstance(value, sympy.Expr) or value.free_symbols:
+        return None
+    try:
+        return _rational(value).doit()
+    except Exception:
+        return None
+
+
+def _verify(gold: Any, said: Any) -> bool:
+    # Gold first: the order matters to Math-Verify.
+    return bool(math_verify.verify(gold, said, allow_set_relation_comp=True, timeout_seconds=None))
+
+
+def evaluate(text: str) -> Fraction | None:
+    """The real number that a formula without variables stands for, to 17 digits."""
+    value = parse(text)
+    if not isinstance(value, sympy.Expr) or value.free_symbols or not is_small(value) or _holds(value, _UNFINISHED):
+        return None
+    number = sympy.N(_rational(value), 17)
+    return Fraction(str(number)) if number.is_Float or number.is_Rational else None
