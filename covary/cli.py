@@ -341,9 +341,11 @@ def _algorithms() -> list[str]:
 
 
 def _tasks() -> list[str]:
-    from covary.tasks import TASKS
+    from covary.tasks import BENCHMARKS, TASKS
 
-    return [f"{name}: {_summary(cls)}" for name, cls in TASKS.items()]
+    families = [f"{name}: {_summary(cls)}" for name, cls in TASKS.items()]
+    sources = {name: source.hub or "a local file only" for name, source in BENCHMARKS.items()}
+    return [*families, *(f"{name}: benchmark, {source}" for name, source in sources.items())]
 
 
 def _rewards() -> list[str]:

@@ -62,9 +62,7 @@ def parse(text: str) -> Any | None:
         return None  # binomials are computed while they are parsed; a word is no product of its letters
     try:
         text = normalize_latex(text, _NORMALIZATION)
-        parsed = latex2sympy(
-            text, is_real=not _COMPLEX.search(text), convert_degrees=False, normalization_config=None
-        )
+        parsed = latex2sympy(text, is_real=not _COMPLEX.search(text), convert_degrees=False, normalization_config=None)
     except Exception:  # the grammar's own, and whatever sympy's constructors say of nonsense
         return None
     if isinstance(parsed, sympy.Eq) and isinstance(parsed.rhs, sympy.Set):

@@ -17,7 +17,7 @@ import json
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +50,13 @@ class Problem:
         question: as the model reads it, options included.
         answer: as the grader reads it.
         category: subject, where the data have one.
+        tolerance: relative, that a number may differ from the answer by; None: what the grader says.
     """
 
     question: str
     answer: str
     category: str | None = None
+    tolerance: float | None = None
 
 
 @dataclass(frozen=True)
@@ -109,10 +111,14 @@ def _minerva(row: Row) -> Problem:
 
 
 def _olympiad(row: Row) -> Problem:
-    """Several answers are one list; dollar signs and the full stop of a sentence are no part of it."""
+    """Several answers are one list; dollar signs and the full stop of a sentence are no part of it.
+
+    `error` is the absolute difference that an answer may have.
+    """
     answer = ", ".join(row["final_answer"]).replace("$", "").rstrip(". ")
     question = f"{row['context']}\n{row['question']}" if row.get("context") else row["question"]
-    return Problem(question, answer, row.get("subfield"))
+    tolerance = float(row["error"]) / abs(float(answer)) if row.get("error") else None
+    return Problem(question, answer, row.get("subfield"), tolerance)
 
 
 def _gsm8k(row: Row) -> Problem:
@@ -120,7 +126,10 @@ def _gsm8k(row: Row) -> Problem:
 
 
 def _theoremqa(row: Row) -> Problem | None:
-    """Answers of several types; the hub has all of them as text. Rows with a picture are left out."""
+    """Answers of several types; the hub has all of them as text. Rows with a picture are left out.
+
+    Floats are rounded, some of them coarsely: they may differ by the 4 % of the benchmark's own evaluation.
+    """
     if row.get("Picture") is not None:
         return None
     answer, kind = row["Answer"], row["Answer_type"]
@@ -128,8 +137,8 @@ def _theoremqa(row: Row) -> Problem | None:
         values = ast.literal_eval(answer) if isinstance(answer, str) else answer
         answer = f"[{', '.join(map(str, values))}]"
     elif kind == "option":
-        answer = answer.strip("() ").upper()
-    return Problem(row["Question"], str(answer), row.get("field"))
+        answer = answer.strip("() ").upper()  # (c) is C
+    return Problem(row["Question"], str(answer), row.get("field"), 0.04 if "float" in kind else None)
 
 
 def _mmlu_pro(row: Row) -> Problem:
@@ -172,26 +181,109 @@ def _choice(question: str, options: Sequence[str], letter: str, category: str | 
 
 
 BENCHMARKS: dict[str, Source] = {
-    "aime24": Source("HuggingFaceH4/aime_2024", None, "train", _aime, "math", BOX),
-    "amc23": Source("math-ai/amc23", None, "test", _plain("question", "answer"), "math", BOX),
-    "math500": Source(
-        "HuggingFaceH4/MATH-500", None, "test", _plain("problem", "answer", "subject"), "math", BOX
+    "aime24": Source(
+        "HuggingFaceH4/aime_2024",
+        None,
+        "train",
+        _aime,
+        "math",
+        BOX,
+        sha256="4fd54148fa3783827576298705e0e65e32f94ca9bee098259b6c8170f0c1ed0a",
     ),
-    "minerva_math": Source("math-ai/minervamath", None, "test", _minerva, "math", BOX),
-    "olympiadbench": Source("Hothan/OlympiadBench", "OE_TO_maths_en_COMP", "train", _olympiad, "math", BOX),
-    "carp_en": Source(None, None, "test", _plain("content", "answer"), "math", BOX),
-    "gsm8k": Source("openai/gsm8k", "main", "test", _gsm8k, "math", BOX),
+    "amc23": Source(
+        "math-ai/amc23",
+        None,
+        "test",
+        _plain("question", "answer"),
+        "math",
+        BOX,
+        sha256="665161d4d7c36d92da217fb598799f49e01264f67090991c3da56b0d140f4f5e",
+    ),
+    "math500": Source(
+        "HuggingFaceH4/MATH-500",
+        None,
+        "test",
+        _plain("problem", "answer", "subject"),
+        "math",
+        BOX,
+        sha256="730861b285423d9330d1afdb795e51c11499d158dae0e6cfd6e7bbc17cc2cf16",
+    ),
+    "minerva_math": Source(
+        "math-ai/minervamath",
+        None,
+        "test",
+        _minerva,
+        "math",
+        BOX,
+        sha256="a6cf2ab03f6109b32d39df844b032919d80248b43acc7c0e85783a14638ba176",
+    ),
+    "olympiadbench": Source(
+        "Hothan/OlympiadBench",
+        "OE_TO_maths_en_COMP",
+        "train",
+        _olympiad,
+        "math",
+        BOX,
+        sha256="8d59df41850b911d51cce1d6e3542c9580cfc2318ce813967eda7806df40d455",
+    ),
+    "carp_en": Source(
+        None,
+        None,
+        "test",
+        _plain("content", "answer"),
+        "math",
+        BOX,
+        sha256="18567ad99c7e9d919cabdb77f01af60282c24864e11d06bd6428e2596e404df0",
+    ),
+    "gsm8k": Source(
+        "openai/gsm8k",
+        "main",
+        "test",
+        _gsm8k,
+        "math",
+        BOX,
+        sha256="4c5ba32d09592ac72af02de0370faf668ca055028f8a95f8b214c6c93e415a42",
+    ),
     "theoremqa": Source(
-        "TIGER-Lab/TheoremQA", None, "test", _theoremqa, "math", TYPED, left_out="they need a picture"
+        "TIGER-Lab/TheoremQA",
+        None,
+        "test",
+        _theoremqa,
+        "math",
+        TYPED,
+        left_out="they need a picture",
+        sha256="b07afa2c4b4ac715980b5245eac9b7a7d4252d33e78ffaa747d56ce4f8b3fc36",
     ),
     "mmlu_pro": Source("TIGER-Lab/MMLU-Pro", None, "test", _mmlu_pro, "multiple_choice", CHOICE),
-    "mmlu_stem": Source("TIGER-Lab/MMLU-STEM", None, "test", _mmlu_stem, "multiple_choice", CHOICE),
-    "gpqa": Source("Idavidrein/gpqa", "gpqa_diamond", "train", _gpqa, "multiple_choice", CHOICE),
-    "aqua": Source("deepmind/aqua_rat", "raw", "test", _aqua, "multiple_choice", CHOICE),
-    "sat_math": Source(
-        "mcaleste/sat_multiple_choice_math_may_23", None, "train", _sat_math, "multiple_choice", CHOICE
+    "mmlu_stem": Source(
+        "TIGER-Lab/MMLU-STEM",
+        None,
+        "test",
+        _mmlu_stem,
+        "multiple_choice",
+        CHOICE,
+        sha256="66e5c90fceda40fa4efa39ff717460b417e48f21575e8bffb36a60c16a146f3c",
     ),
-}  # fmt: skip
+    "gpqa": Source("Idavidrein/gpqa", "gpqa_diamond", "train", _gpqa, "multiple_choice", CHOICE),
+    "aqua": Source(
+        "deepmind/aqua_rat",
+        "raw",
+        "test",
+        _aqua,
+        "multiple_choice",
+        CHOICE,
+        sha256="0b482d372004b87c25e1742113a25cb7dd40fdd8bdc7601b67c822073f9236c9",
+    ),
+    "sat_math": Source(
+        "mcaleste/sat_multiple_choice_math_may_23",
+        None,
+        "train",
+        _sat_math,
+        "multiple_choice",
+        CHOICE,
+        sha256="68825b126d5df086ddcd6925e63285d0b37a17c7574220272476ca026116cc02",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -267,7 +359,11 @@ class Benchmark:
                         problem.question, instruction=instruction, examples=self.examples, system=self.system
                     ),
                     answer=problem.answer,
-                    columns={"category": problem.category} if problem.category else {},
+                    columns={
+                        name: value
+                        for name, value in (("category", problem.category), ("tolerance", problem.tolerance))
+                        if value is not None
+                    },
                 )
                 for index, problem in kept
             ],
@@ -307,7 +403,7 @@ def digest(problems: Sequence[Problem]) -> str:
     """SHA-256 of normalised rows in their order."""
     sha = hashlib.sha256()
     for problem in problems:
-        sha.update(dump_line([problem.question, problem.answer, problem.category]).encode("ascii"))
+        sha.update(dump_line(astuple(problem)).encode("ascii"))
     return sha.hexdigest()
 
 
