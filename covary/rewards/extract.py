@@ -46,7 +46,7 @@ _TEXT = re.compile(r"\\(?:text\w*|math(?:rm|bf|it)|mbox|operatorname)\s*\{[^{}]*
 _FUNCTIONS = (
     "and|or|exp|log|sin|cos|tan|sec|csc|cot|arc(?:sin|cos|tan)|sqrt|abs|inf|infinity|percent|pct|max|min|mod|gcd|lcm"
 )
-_PROSE = re.compile(rf"(?<![A-Za-z])(?!(?:{_FUNCTIONS})(?![A-Za-z]))[A-Za-z]{{3,}}")
+_PROSE = re.compile(rf"(?<![A-Za-z])(?!(?:{_FUNCTIONS})(?![a-z]))[A-Za-z]{{3,}}")
 
 # An escaped character (`\{` is a printed brace, no group), the start of a box, or a group's brace.
 _TEX_GROUPS = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*\{)|\\.|[{}]", re.DOTALL)

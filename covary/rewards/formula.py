@@ -47,14 +47,13 @@ _SIGNS = str.maketrans(
         **{"\u00a3": "", "\u20ac": "", "\u00a5": "", "\u00a0": " ", "\u2009": " ", "\u202f": " "},
     }
 )
-_INVISIBLE = re.compile(
-    r"(?<!\\)\\(?:displaystyle|textstyle|left|right|limits|bigg?|Bigg?|!|,(?=\s*\d{3})|[,;:> ])(?![A-Za-z])|~"
-)
+_INVISIBLE = re.compile(r"(?<!\\)\\(?:displaystyle|textstyle|left|right|limits|bigg?|Bigg?|[!,;:> ])(?![A-Za-z])|~")
+_TEX_THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|,\\!|\\,)\s*(?=\d{3}(?!\d))")
 _REPLACED: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in [
         (r"\\[dtc]frac", r"\\frac"),
-        (r"\{,\}", ","),
+        (r"(?<=\d)\.(?=\s*(?:[/*]|$))", ""),
         (r"\\(?:text|mbox|mathrm|textrm)\s*\{\s*(?:,\s*)?(?:and|or)\s*\}", " or "),
         (r"(?<![A-Za-z\\])(?:,\s*)?(?:and|or)(?![a-z])", " or "),
         (r"\\q?quad", " "),
@@ -217,7 +216,7 @@ def _normal(text: str) -> str:
     if not re.search(r"matrix|array|cases", text):
         text = re.sub(r"\\\\(?=[A-Za-z])", r"\\", text)  # backslashes that were escaped twice
     text = re.sub(r"\\?\$|\\[()\[\]]", " ", text) if "$" in text or r"\(" in text or r"\[" in text else text
-    text = _INVISIBLE.sub("", text).strip(" \n\t*`").rstrip(".,;: ")
+    text = _INVISIBLE.sub("", _TEX_THOUSANDS.sub("", text)).strip(" \n\t*`").rstrip(".,;: ")
     text = (
         re.sub(r"(?<=\d),\s(?=\d{3}(?:\D|$))(?=[\d,\s]*$)", ",", text)
         if re.fullmatch(r"-?\d{1,3}(?:,\s\d{3})+", text)
@@ -268,14 +267,25 @@ def _last_side(text: str) -> tuple[str, str | None]:
     first, *others = _APPROX.split(text)
     if others:
         text = others[0] if _NAMES.fullmatch(first.strip(" =")) else first
-    if "," in re.sub(r"[(\[{].*?[)\]}]", "", text) or ";" in text or " or " in text:
+    if _at_top(text, r",|;| or "):
         return text.strip(), None
-    sides = [side.strip() for side in _EQUALS.split(text)]
+    cuts = [(match.start(), match.end()) for match in _at_top(text, _EQUALS.pattern)]
+    starts, ends = [0, *(end for _, end in cuts)], [*(start for start, _ in cuts), len(text)]
+    sides = [text[start:end].strip() for start, end in zip(starts, ends, strict=True)]
     if len(sides) > 1 and _NAMES.fullmatch(sides[0]) and sides[-1] and not re.search(r"[<>]|\\[lg]e\b", text):
         return sides[-1], re.sub(r"\s", "", sides[0]).strip("()").lower()
     if len(sides) > 2 and sides[-1]:
         return sides[-1], None
     return text.strip(), None
+
+
+def _at_top(text: str, pattern: str) -> list[re.Match[str]]:
+    """Matches outside of all brackets."""
+    level, levels = 0, []
+    for character in text:
+        level += (character in "([{") - (character in ")]}")
+        levels.append(level)
+    return [match for match in re.finditer(pattern, text) if levels[match.start()] <= 0]
 
 
 def _without_unit(text: str) -> tuple[str, str | None, int]:

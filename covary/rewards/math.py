@@ -42,13 +42,13 @@ def grade_stated(stated: str | None, answer: str | None, columns: dict[str, Any]
         return None
     gold = read_gold(answer)
     kind = _kind(gold)
-    if kind == "phrase":
-        return Grade("correct", stated) if stated and as_words(stated) == gold.words else None
-    if stated is None or not stated.strip():
-        return Grade("unparsable")
-    said = _read(stated)
-    if gold.words == said.words or _squeezed(gold) == _squeezed(said):
+    said = None if stated is None or not stated.strip() else _read(stated)
+    if said and (gold.words == said.words or _squeezed(gold) == _squeezed(said)):
         return Grade("correct", stated)
+    if kind == "phrase":
+        return None
+    if said is None:
+        return Grade("unparsable")
     if kind == "text":
         return Grade("incorrect", stated)
     tolerance = columns.get("tolerance")

@@ -17,6 +17,7 @@ import math_verify
 import sympy
 from latex2sympy2_extended.latex2sympy2 import latex2sympy
 from latex2sympy2_extended.math_normalization import NormalizationConfig, normalize_latex
+from sympy.core.function import AppliedUndef
 
 from covary.rewards.formula import Formula, Number
 from covary.rewards.math import same_number
@@ -28,6 +29,8 @@ _NORMALIZATION = NormalizationConfig(basic_latex=True, units=False, malformed_op
 _MOST_BITS = 1 << 17  # of a number that is written as a power or factorial: 2004! has 19,000
 _PRECISION = 40  # digits to which irrational numbers are computed
 _CLOSE = sympy.Float("1e-25", _PRECISION)  # relative difference of equal ones
+_TAME = 120  # nodes of a formula
+_VALUES = (sympy.Expr, sympy.Tuple, sympy.FiniteSet, sympy.Interval)
 _UNFINISHED = (sympy.Integral, sympy.Sum, sympy.Product, sympy.Limit, sympy.Derivative)
 _COMPLEX = re.compile(r"(?<![A-Za-z\\])i(?![A-Za-z])|\\(?:i|imath|Re|Im|arg|mathbb\s*\{C\})(?![A-Za-z])")
 _POINTS = ((1, 1, 1, 1), (-1, -1, -1, -1), (1, -1, 1, -1))  # signs of the variables
@@ -58,8 +61,8 @@ def parse(text: str) -> Any | None:
     if "or" in text and (union := _alternatives(text)) is not None:
         return union
     text = text.replace(" or ", ",")
-    if re.search(r"\\binom\s*\{\s*\d{4,}|\\int.*\\int|(?<![A-Za-z\\])[A-Za-z]{4,}", text):
-        return None  # binomials are computed while they are parsed; a word is no product of its letters
+    if re.search(r"\\binom\s*\{\s*\d{4,}", text):
+        return None  # binomials are computed while they are parsed
     try:
         text = normalize_latex(text, _NORMALIZATION)
         parsed = latex2sympy(text, is_real=not _COMPLEX.search(text), convert_degrees=False, normalization_config=None)
@@ -177,7 +180,58 @@ def _equal(gold: Any, said: Any, tolerance: float | None) -> bool:
         same = _same_expression(gold, said, tolerance)
         if same is not None:
             return same
-    return _verify(gold, said)
+    elif isinstance(gold, _VALUES) and isinstance(said, _VALUES):
+        if isinstance(gold, sympy.Expr) != isinstance(said, sympy.Expr):
+            return False  # one value and several
+    elif isinstance(gold, sympy.Rel) and isinstance(said, sympy.Rel) and _same_relation(gold, said):
+        return True
+    return _is_tame(said) and _verify(gold, said)
+
+
+def _same_relation(gold: Any, said: Any) -> bool:
+    """Whether the two differ by a constant factor, and by sides that are swapped."""
+    if isinstance(said, sympy.Gt | sympy.Ge):
+        said = said.reversed
+    if isinstance(gold, sympy.Gt | sympy.Ge):
+        gold = gold.reversed
+    if type(gold) is not type(said):
+        return False
+    g, s = gold.lhs - gold.rhs, said.lhs - said.rhs
+    variables = sorted(g.free_symbols | s.free_symbols, key=str)
+    ratios = []
+    for point in _points(variables):
+        try:
+            ratio = sympy.N(_rational(g).xreplace(point), _PRECISION) / sympy.N(
+                _rational(s).xreplace(point), _PRECISION
+            )
+        except Exception:
+            return False
+        if not (ratio.is_number and ratio.is_finite and not _is_zero(ratio)):
+            return False
+        ratios.append(ratio)
+    same = all(abs(ratio - ratios[0]) <= _CLOSE * abs(ratios[0]) for ratio in ratios)
+    return bool(same and (isinstance(gold, sympy.Eq | sympy.Ne) or (ratios[0].is_real and ratios[0] > 0)))
+
+
+def _is_tame(value: Any) -> bool:
+    """Whether sympy can solve and simplify what a completion states without taking for ever.
+
+    Short formulas, low powers of variables; equations and inequalities of polynomials.
+    """
+    if not isinstance(value, sympy.Basic | sympy.MatrixBase):
+        return False
+    powers = value.atoms(sympy.Pow)
+    if sum(1 for _ in sympy.preorder_traversal(value)) > _TAME or any(
+        p.base.free_symbols and not (p.exp.is_Rational and abs(p.exp) <= 10) for p in powers
+    ):
+        return False
+    relations = value.atoms(sympy.Rel)
+    functions = {f for r in relations for f in r.atoms(sympy.Function) if not isinstance(f, sympy.Abs | AppliedUndef)}
+    return not any(f.free_symbols for f in functions) and not any(
+        p.exp.free_symbols or not (p.exp.is_Integer or not p.base.free_symbols)
+        for r in relations
+        for p in r.atoms(sympy.Pow)
+    )
 
 
 def _same_elements(gold: Any, said: Any, tolerance: float | None) -> bool:
@@ -203,8 +257,7 @@ def _same_expression(gold: Any, said: Any, tolerance: float | None) -> bool | No
     if not variables:
         return _close(gold, said, tolerance)
     agreed = []
-    for signs in _POINTS:
-        point = {v: sympy.Rational(signs[i % 4] * (3 * i + 7), 2 * i + 5) for i, v in enumerate(variables)}
+    for point in _points(variables):
         close = _close(gold.xreplace(point), said.xreplace(point), tolerance)
         if close is None:
             return None
@@ -212,6 +265,12 @@ def _same_expression(gold: Any, said: Any, tolerance: float | None) -> bool | No
     if not agreed[0]:
         return False
     return True if all(agreed) else None
+
+
+def _points(variables: list[Any]) -> list[dict[Any, Any]]:
+    return [
+        {v: sympy.Rational(signs[i % 4] * (3 * i + 7), 2 * i + 5) for i, v in enumerate(variables)} for signs in _POINTS
+    ]
 
 
 def _close(gold: Any, said: Any, tolerance: float | None) -> bool | None:
