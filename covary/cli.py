@@ -129,12 +129,16 @@ def evaluate(
     shard: Annotated[
         str | None, typer.Option(help="i/n: every n-th question from i, for n processes on one --out.")
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Completions between two writes to --out.")] = 256,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Completions between two writes to --out; default: 256.")
+    ] = None,
     server: Annotated[
         str | None, typer.Option(help="Ask the OpenAI-compatible server at this address (up to /v1).")
     ] = None,
     served: Annotated[str | None, typer.Option(help="The server's name for the model; default: MODEL.")] = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests to the server at a time.")] = 32,
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Requests to the server at a time; default: 32.")
+    ] = None,
     compare: Annotated[
         tuple[Path, Path] | None, typer.Option(help="Two --out folders: paired differences, nothing is evaluated.")
     ] = None,
@@ -156,17 +160,18 @@ def evaluate(
         raise UserError(f"--temperature: takes a number above 0, got {temperature} (greedy accuracy is shown beside)")
     if json_file is not None and not json_file.parent.is_dir():
         raise UserError(f"--json: there is no folder {json_file.parent}")
-    for name, value in (("--shard", shard), ("--batch", None if batch == 256 else batch)):
-        if value is not None and out is None:
-            raise UserError(f"{name}: belongs to --out, which is missing")
-    if served is not None and server is None:
-        raise UserError("--served: belongs to --server, which is missing")
+    parts = (("--shard", shard, "--out", out), ("--batch", batch, "--out", out))
+    asking = (("--served", served, "--server", server), ("--concurrency", concurrency, "--server", server))
+    for option, value, owner, there in (*parts, *asking):
+        if value is not None and there is None:
+            raise UserError(f"{option}: belongs to {owner}, which is missing")
     from covary.presets import conditions_of, tasks_of
 
     names = tasks_of(preset) if task is None and preset is not None else (task or "").split(",")
     names = [name.strip() for name in names if name.strip()]
     if not names:
         raise UserError("--task: names no task")
+    _check_benchmark_options(names, {"--data-dir": data_dir, "--limit": limit, "--template": template})
     tasks = [_task(name, data_dir, limit, template) for name in names]
     given = {
         "samples": samples,
@@ -194,9 +199,11 @@ def evaluate(
         raise UserError(f"--task: two tasks report eval/{twice}; evaluate them apart")
     for title, (_, conditions) in zip(titles, plans, strict=True):
         conditions.check(title)
-    store = None if out is None else measure.Store(out, measure.Shard.parse(shard or "0/1"), batch, screen.say)
+    store = None if out is None else measure.Store(out, measure.Shard.parse(shard or "0/1"), batch or 256, screen.say)
     policy = (
-        measure.server_policy(model, server, served, concurrency) if server is not None else measure.load_policy(model)
+        measure.server_policy(model, server, served, concurrency or 32)
+        if server is not None
+        else measure.load_policy(model)
     )
     policy.rollout.on_progress = screen.completions
     metrics: dict[str, float] = {}
@@ -332,6 +339,16 @@ def _task(name: str, data_dir: Path | None, limit: int | None, template: str | N
             f"--task: {name!r} is no file, recipe, benchmark ({', '.join(BENCHMARKS)}, reasoning_gym) or task of "
             f"Reasoning Gym ({error})"
         ) from error
+
+
+def _check_benchmark_options(names: list[str], options: dict[str, Any]) -> None:
+    """Refuse options of benchmarks where none is asked for."""
+    from covary.tasks import BENCHMARKS
+
+    for option, value in options.items():
+        takers = [*BENCHMARKS, *([] if option == "--data-dir" else ["reasoning_gym"])]
+        if value is not None and not set(names) & set(takers):
+            raise UserError(f"{option}: belongs to benchmarks ({', '.join(takers)}), and none is asked for")
 
 
 def _algorithms() -> list[str]:

@@ -147,7 +147,7 @@ def _agree(folder: Path, settings: Mapping[str, Any]) -> None:
         _replace(folder / SETTINGS, json.dumps(mine, indent=2) + "\n")
         return
     others = read_settings(folder)
-    if names := differing(mine, others):
+    if names := [name for name in differing(mine, others) if not name.startswith("about.")]:
         raise UserError(
             f"{folder} holds an evaluation with other settings ({', '.join(names)}); name another folder, or remove it"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +59,21 @@ def test_every_row_loads_and_its_answer_is_graded_correct(shared: Path, name: st
 
 @pytest.mark.parametrize("name", FILES)
 def test_the_answer_of_another_row_is_wrong(shared: Path, name: str) -> None:
-    rows = examples(shared, name)
-    accepted = {
+    assert accepted_of_the_next_row(examples(shared, name)[:60], name) <= EQUAL.get(name, set())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FILES)
+def test_the_answers_of_all_other_rows_are_wrong(shared: Path, name: str) -> None:
+    assert accepted_of_the_next_row(examples(shared, name), name) == EQUAL.get(name, set())
+
+
+def accepted_of_the_next_row(rows: list[Example], name: str) -> set[tuple[str | None, str | None]]:
+    return {
         (row.answer, other.answer)
-        for row, other in zip(rows, rows[1:], strict=False)
+        for row, other in pairwise(rows)
         if row.answer != other.answer and verdict(name, rf"\boxed{{{other.answer}}}", row) == "correct"
     }
-    assert accepted == EQUAL.get(name, set())
 
 
 @pytest.mark.parametrize(
@@ -232,7 +241,7 @@ def test_folders_that_do_not_say_which_file(tmp_path: Path) -> None:
     (tmp_path / "gpqa" / "test.json").write_text("{}")
     with pytest.raises(UserError, match="takes a JSON array of objects"):
         Benchmark("gpqa", data_dir=str(tmp_path)).load()
-    with pytest.raises(UserError, match="there is no 'maths500'; did you mean 'math500'?"):
+    with pytest.raises(UserError, match=r"there is no 'maths500'; did you mean math500\?"):
         Benchmark("maths500")
 
 
