@@ -15,7 +15,7 @@ from fractions import Fraction
 from covary.rewards.extract import has_prose
 
 LONGEST = 500  # characters: reference answers of public data sets stay below half of that
-DEEPEST = 16  # brackets: the grammar takes half a minute for some thousand
+DEEPEST = 12  # brackets and exponents: the grammar takes seconds for dozens, half a minute for some thousand
 _LARGEST_EXPONENT = 400  # of a decimal power of ten; beyond floats anyway
 
 _SIGNS = str.maketrans(

@@ -15,7 +15,7 @@ from covary.rewards.extract import has_prose, stated_answer
 from covary.rewards.formula import Formula, Number, as_words, read
 from covary.rewards.types import Grade
 
-_SIGNIFICANT = 6  # digits from which on a decimal stands for the number that it rounds
+SIGNIFICANT = 6  # digits from which on a decimal stands for the number that it rounds
 _MARKED_TEXT = re.compile(r"\$*\s*\\(?:text\w*|mathrm|mbox)\s*\{[^{}]*\}\s*\.?\$*")
 
 
@@ -87,7 +87,7 @@ def same_number(gold: Number, said: Number, tolerance: float | None = None) -> b
         return True
     if tolerance is not None:
         return difference <= Fraction(tolerance) * abs(gold.value)
-    steps = [n.step for n in (gold, said) if n.step and n.digits >= _SIGNIFICANT]
+    steps = [n.step for n in (gold, said) if n.step and n.digits >= SIGNIFICANT]
     return bool(steps) and difference <= max(steps)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import re
 from fractions import Fraction
 from typing import Any
@@ -20,7 +21,7 @@ from latex2sympy2_extended.math_normalization import NormalizationConfig, normal
 from sympy.core.function import AppliedUndef
 
 from covary.rewards.formula import Formula, Number
-from covary.rewards.math import same_number
+from covary.rewards.math import SIGNIFICANT, same_number
 from covary.rewards.types import Verdict
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts, which need signals, are off
@@ -29,6 +30,7 @@ _NORMALIZATION = NormalizationConfig(basic_latex=True, units=False, malformed_op
 _MOST_BITS = 1 << 17  # of a number that is written as a power or factorial: 2004! has 19,000
 _PRECISION = 40  # digits to which irrational numbers are computed
 _CLOSE = sympy.Float("1e-25", _PRECISION)  # relative difference of equal ones
+_CLOSE_DECIMALS = sympy.Float("1e-13")  # with decimals, which sympy holds in 53 bits
 _TAME = 120  # nodes of a formula
 _VALUES = (sympy.Expr, sympy.Tuple, sympy.FiniteSet, sympy.Interval)
 _UNFINISHED = (sympy.Integral, sympy.Sum, sympy.Product, sympy.Limit, sympy.Derivative)
@@ -38,7 +40,8 @@ _POINTS = ((1, 1, 1, 1), (-1, -1, -1, -1), (1, -1, 1, -1))  # signs of the varia
 
 def compare(gold: Formula, said: Formula, tolerance: float | None) -> Verdict:
     """Whether two readable formulas say the same; `unparsable` where the second cannot be parsed, or not within bounds."""
-    sides = _is_equation(gold) == _is_equation(said)  # otherwise one names a value and the other is a curve
+    # Sides of equations are compared, unless one names a value and the other is a curve, or both name a function.
+    sides = _is_equation(gold) == _is_equation(said) and not (gold.name and said.name and "(" in gold.name)
     g, s = (parse(formula.text if sides else formula.equation) for formula in (gold, said))
     if s is None or not is_small(s):
         return "unparsable"
@@ -48,7 +51,7 @@ def compare(gold: Formula, said: Formula, tolerance: float | None) -> Verdict:
         return "unparsable"  # an integral that is left to the grader is no answer, and may take for ever
     if (_is_set(gold.text) and _is_tuple(said.text)) or (_is_tuple(gold.text) and _is_set(said.text)):
         return "incorrect"
-    if gold.name and said.name and gold.name != said.name:
+    if sides and gold.name and said.name and gold.name != said.name:
         return "incorrect"
     if gold.percent != said.percent and _equal(_hundredth(g, gold.percent), _hundredth(s, said.percent), tolerance):
         return "correct"
@@ -61,8 +64,8 @@ def parse(text: str) -> Any | None:
     if "or" in text and (union := _alternatives(text)) is not None:
         return union
     text = text.replace(" or ", ",")
-    if re.search(r"\\binom\s*\{\s*\d{4,}", text):
-        return None  # binomials are computed while they are parsed
+    if re.search(r"\\binom\s*\{\s*\d{4,}|\^\s*\{?\s*\d{5,}", text):
+        return None  # binomials, greatest common divisors and the like are computed while they are parsed
     try:
         text = normalize_latex(text, _NORMALIZATION)
         parsed = latex2sympy(text, is_real=not _COMPLEX.search(text), convert_degrees=False, normalization_config=None)
@@ -77,20 +80,45 @@ def is_small(value: Any) -> bool:
     """Whether no power or factorial in it is too large to compute."""
     try:
         return all(_bits(e) <= _MOST_BITS for e in _leaves(value))
-    except (RecursionError, OverflowError, ValueError):
+    except (RecursionError, OverflowError, ValueError, TypeError):
         return False
 
 
 def constant(value: Any) -> Number | None:
     """The exact number of a small rational constant; a decimal with the digits that it was written with."""
     if isinstance(value, sympy.Float):
-        text = str(value).lstrip("-")
-        mantissa, _, exponent = text.partition("e")
+        mantissa, _, exponent = str(value).lstrip("-").partition("e")
         digits = mantissa.partition(".")[2]
         step = Fraction(10) ** (int(exponent or 0) - len(digits))
         return Number(Fraction(str(value)), step, len(mantissa.replace(".", "").lstrip("0")))
-    rational = _exact(value)
-    return Number(Fraction(int(rational.p), int(rational.q))) if isinstance(rational, sympy.Rational) else None
+    exact = _exact(value)
+    return None if exact is None else Number(exact)
+
+
+def _exact(value: Any) -> Fraction | None:
+    """A rational constant, computed here: sympy's own evaluation asks about signs, which can take for ever."""
+    if isinstance(value, sympy.Rational):
+        return Fraction(int(value.p), int(value.q))
+    if isinstance(value, sympy.Float):
+        return Fraction(str(value))
+    if not isinstance(value, sympy.Add | sympy.Mul | sympy.Pow | sympy.factorial | sympy.UnevaluatedExpr):
+        return None
+    parts = []
+    for arg in value.args:
+        part = _exact(arg)
+        if part is None:
+            return None
+        parts.append(part)
+    if isinstance(value, sympy.Add):
+        return sum(parts, Fraction(0))
+    if isinstance(value, sympy.Mul):
+        return math.prod(parts, start=Fraction(1))
+    if isinstance(value, sympy.UnevaluatedExpr):
+        return parts[0]
+    if isinstance(value, sympy.factorial):
+        return Fraction(math.factorial(int(parts[0]))) if parts[0].denominator == 1 and parts[0] >= 0 else None
+    base, exponent = parts
+    return base ** int(exponent) if exponent.denominator == 1 and (base or exponent >= 0) else None
 
 
 def _alternatives(text: str) -> Any | None:
@@ -125,7 +153,9 @@ def _is_tuple(text: str) -> bool:
 
 
 def _hundredth(value: Any, percent: bool) -> Any:
-    return value / 100 if percent and isinstance(value, sympy.Expr) else value
+    if not percent or not isinstance(value, sympy.Expr):
+        return value
+    return sympy.Mul(value, sympy.Rational(1, 100), evaluate=False)
 
 
 def _leaves(value: Any) -> list[Any]:
@@ -159,7 +189,7 @@ def _bits(value: Any) -> float:
 
 
 def _magnitude(value: Any) -> float:
-    return abs(complex(sympy.N(value.xreplace({v: sympy.Integer(3) for v in value.free_symbols}), 5)))
+    return abs(complex(value.evalf(5, subs=dict.fromkeys(value.free_symbols, 3))))
 
 
 def _holds(value: Any, kinds: tuple[type, ...]) -> bool:
@@ -196,19 +226,17 @@ def _same_relation(gold: Any, said: Any) -> bool:
         gold = gold.reversed
     if type(gold) is not type(said):
         return False
-    g, s = gold.lhs - gold.rhs, said.lhs - said.rhs
+    if isinstance(gold.lhs, AppliedUndef) and isinstance(said.lhs, AppliedUndef):  # f(x) = 2x is f(t) = 2t
+        renamed = dict(zip(said.lhs.args, gold.lhs.args, strict=False))
+        return said.lhs.xreplace(renamed) == gold.lhs and _equal(gold.rhs, said.rhs.xreplace(renamed), None)
+    g, s = (sympy.Add(r.lhs, sympy.Mul(-1, r.rhs, evaluate=False), evaluate=False) for r in (gold, said))
     variables = sorted(g.free_symbols | s.free_symbols, key=str)
     ratios = []
     for point in _points(variables):
-        try:
-            ratio = sympy.N(_rational(g).xreplace(point), _PRECISION) / sympy.N(
-                _rational(s).xreplace(point), _PRECISION
-            )
-        except Exception:
+        left, right = _at(g, point), _at(s, point)
+        if left is None or right is None or _is_zero(left) or _is_zero(right):
             return False
-        if not (ratio.is_number and ratio.is_finite and not _is_zero(ratio)):
-            return False
-        ratios.append(ratio)
+        ratios.append(left / right)
     same = all(abs(ratio - ratios[0]) <= _CLOSE * abs(ratios[0]) for ratio in ratios)
     return bool(same and (isinstance(gold, sympy.Eq | sympy.Ne) or (ratios[0].is_real and ratios[0] > 0)))
 
@@ -221,8 +249,10 @@ def _is_tame(value: Any) -> bool:
     if not isinstance(value, sympy.Basic | sympy.MatrixBase):
         return False
     powers = value.atoms(sympy.Pow)
-    if sum(1 for _ in sympy.preorder_traversal(value)) > _TAME or any(
-        p.base.free_symbols and not (p.exp.is_Rational and abs(p.exp) <= 10) for p in powers
+    if (
+        len(value.atoms(sympy.Function)) > 6
+        or sum(1 for _ in sympy.preorder_traversal(value)) > _TAME
+        or any(p.base.free_symbols and not (p.exp.is_Rational and abs(p.exp) <= 10) for p in powers)
     ):
         return False
     relations = value.atoms(sympy.Rel)
@@ -255,10 +285,10 @@ def _same_expression(gold: Any, said: Any, tolerance: float | None) -> bool | No
         return None  # names: Math-Verify's rules of case
     variables = sorted(gold.free_symbols | said.free_symbols, key=str)
     if not variables:
-        return _close(gold, said, tolerance)
+        return _close(gold, said, {}, tolerance)
     agreed = []
     for point in _points(variables):
-        close = _close(gold.xreplace(point), said.xreplace(point), tolerance)
+        close = _close(gold, said, point, tolerance)
         if close is None:
             return None
         agreed.append(close)
@@ -273,47 +303,36 @@ def _points(variables: list[Any]) -> list[dict[Any, Any]]:
     ]
 
 
-def _close(gold: Any, said: Any, tolerance: float | None) -> bool | None:
-    """Whether two constants are equal up to the precision; None if they are no finite numbers."""
-    decimal = next((n for n in (_written(gold), _written(said)) if n is not None), None)
-    try:
-        g, s = (sympy.N(_rational(value), _PRECISION) for value in (gold, said))
-    except Exception:
+def _close(gold: Any, said: Any, point: dict[Any, Any], tolerance: float | None) -> bool | None:
+    """Whether two formulas are equal at a point, up to the precision; None if they are no finite numbers there."""
+    g, s = _at(gold, point), _at(said, point)
+    if g is None or s is None:
         return None
-    if not all(value.is_number and value.is_finite for value in (g, s)):
-        return None
-    if any(_is_zero(value) for value in (g, s)):
-        return all(_is_zero(value) for value in (g, s))
+    if _is_zero(g) or _is_zero(s):
+        return _is_zero(g) and _is_zero(s)
     difference = abs(g - s)
     if tolerance is not None:
         return bool(difference <= tolerance * abs(g))
-    if decimal is not None and decimal.digits >= 6:
+    decimal = next((constant(value) for value in (gold, said) if isinstance(value, sympy.Float)), None)
+    if decimal is not None and decimal.digits >= SIGNIFICANT:
         return bool(difference <= sympy.Rational(decimal.step.numerator, decimal.step.denominator))
-    return bool(difference <= _CLOSE * abs(g))
+    written = gold.has(sympy.Float) or said.has(sympy.Float)
+    return bool(difference <= (_CLOSE_DECIMALS if written else _CLOSE) * abs(g))
 
 
-def _written(value: Any) -> Number | None:
-    return constant(value) if isinstance(value, sympy.Float) else None
+def _at(value: Any, point: dict[Any, Any]) -> Any | None:
+    # With `subs` evalf computes numbers only; substituting first would rebuild the formula, and sympy would ask about
+    # the signs of all its parts.
+    try:
+        number = value.evalf(_PRECISION, subs=point)
+        return number if number.is_number and number.is_finite else None
+    except Exception:  # undefined there, or sympy cannot tell
+        return None
 
 
 def _is_zero(value: Any) -> bool:
     """Zero, or what is left of it after cancellation (sympy marks such a number with one bit of precision)."""
     return all(part == 0 or getattr(part, "_prec", 2) == 1 for part in value.as_real_imag())
-
-
-def _rational(value: Any) -> Any:
-    """The same with exact decimals."""
-    floats = value.atoms(sympy.Float)
-    return value.xreplace({f: sympy.Rational(str(f)) for f in floats}) if floats else value
-
-
-def _exact(value: Any) -> Any:
-    if not isinstance(value, sympy.Expr) or value.free_symbols:
-        return None
-    try:
-        return _rational(value).doit()
-    except Exception:
-        return None
 
 
 def _verify(gold: Any, said: Any) -> bool:
@@ -326,5 +345,7 @@ def evaluate(text: str) -> Fraction | None:
     value = parse(text)
     if not isinstance(value, sympy.Expr) or value.free_symbols or not is_small(value) or _holds(value, _UNFINISHED):
         return None
-    number = sympy.N(_rational(value), 17)
-    return Fraction(str(number)) if number.is_Float or number.is_Rational else None
+    if (exact := _exact(value)) is not None:
+        return exact
+    number = _at(value, {})
+    return Fraction(str(number)) if isinstance(number, sympy.Float) else None
