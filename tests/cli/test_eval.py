@@ -99,9 +99,7 @@ def test_a_server(call, model: str, tmp_path: Path) -> None:
 
 
 def test_a_server_that_is_not_there(call, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from covary.rollout import server
-
-    monkeypatch.setattr(server.ServerRollout, "attempts", 1)
+    monkeypatch.setattr("covary.http.time.sleep", lambda seconds: None)
     code, _, err = call(model, *GSM8K, "--server", "http://127.0.0.1:9/v1")
     assert code == 1
     assert err.startswith("stopped: http://127.0.0.1:9/v1/completions gave no answer in")
