@@ -108,9 +108,10 @@ def _gold(resolved: Resolved) -> Iterator[str]:
         yield f"reward: {custom} is your own; what it says of reference answers is shown, not judged"
     # The extractor looks for the answer's place in a completion; a bare gold answer has no such place.
     spec = custom if custom is not None or task.grader is None else Grader(task.grader.name)
+    form = "<answer>{}</answer>" if "answer_tags" in (spec, getattr(spec, "name", None)) else "{}"
     reward = build_reward(spec)  # pyright: ignore[reportArgumentType]
     try:
-        graded = reward(examples, [str(example.answer) for example in examples])
+        graded = reward(examples, [form.format(example.answer) for example in examples])
     finally:
         reward.close()
     told = [(example, g.value) for example, g in zip(examples, graded, strict=True) if g.value is not None]

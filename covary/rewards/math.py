@@ -42,7 +42,7 @@ def grade_stated(stated: str | None, answer: str | None, columns: dict[str, Any]
         return None
     gold = read_gold(answer)
     kind = _kind(gold)
-    said = None if stated is None or not stated.strip() else _read(stated)
+    said = None if stated is None or not stated.strip() else read(stated)
     if said and (gold.words == said.words or _squeezed(gold) == _squeezed(said)):
         return Grade("correct", stated)
     if kind == "phrase":
@@ -68,10 +68,7 @@ def read_gold(answer: str) -> Formula:
         found = stated_answer(answer)
         if found is None:  # a box that is never closed; the reference is right all the same
             found = re.split(r"\\(?:boxed|fbox)\s*\{", answer)[-1].replace("$", "")
-    return _read(answer if found is None else found)
-
-
-_read = functools.lru_cache(maxsize=4096)(read)
+    return read(answer if found is None else found)
 
 
 def same_number(gold: Number, said: Number, tolerance: float | None = None) -> bool:

@@ -28,6 +28,7 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its ti
 
 _NORMALIZATION = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
 _MOST_BITS = 1 << 17  # of a number that is written as a power or factorial: 2004! has 19,000
+_DEEPEST_FUNCTIONS = 4  # sympy's log of a log takes twice as long with every level
 _PRECISION = 40  # digits to which irrational numbers are computed
 _CLOSE = sympy.Float("1e-25", _PRECISION)  # relative difference of equal ones
 _CLOSE_DECIMALS = sympy.Float("1e-13")  # with decimals, which sympy holds in 53 bits
@@ -77,9 +78,9 @@ def parse(text: str) -> Any | None:
 
 
 def is_small(value: Any) -> bool:
-    """Whether no power or factorial in it is too large to compute."""
+    """Whether no power or factorial in it is too large to compute, and no function nested too deep."""
     try:
-        return all(_bits(e) <= _MOST_BITS for e in _leaves(value))
+        return all(_nesting(e) <= _DEEPEST_FUNCTIONS and _bits(e) <= _MOST_BITS for e in _leaves(value))
     except (RecursionError, OverflowError, ValueError, TypeError):
         return False
 
@@ -88,6 +89,7 @@ def constant(value: Any) -> Number | None:
     """The exact number of a small rational constant; a decimal with the digits that it was written with."""
     if isinstance(value, sympy.Float):
         mantissa, _, exponent = str(value).lstrip("-").partition("e")
+        mantissa = mantissa.rstrip("0")  # sympy pads to 15 digits
         digits = mantissa.partition(".")[2]
         step = Fraction(10) ** (int(exponent or 0) - len(digits))
         return Number(Fraction(str(value)), step, len(mantissa.replace(".", "").lstrip("0")))
@@ -186,6 +188,11 @@ def _bits(value: Any) -> float:
     if total > _MOST_BITS:
         raise OverflowError
     return total
+
+
+def _nesting(value: Any) -> int:
+    inner = max((_nesting(arg) for arg in getattr(value, "args", ())), default=0)
+    return inner + isinstance(value, sympy.Function)
 
 
 def _magnitude(value: Any) -> float:

@@ -49,6 +49,8 @@ class Rows:
         rejected: column with the other one, reward 0. By default `rejected`, likewise.
         grader: what compares a completion with the answer.
         extract: how the answer is read from a completion before that.
+        tolerance: relative difference that `numeric`, and decimals in `math` and `answer_tags`, may have; a column
+            `tolerance` of a row goes first. None: the grader's own.
         train: at most so many training rows (drawn by seed, kept in their order); all by default.
         test: without test rows of their own, number of questions held out of the training rows (none by
             default); with them, at most so many.
@@ -68,8 +70,9 @@ class Rows:
     rewards: str | None = None
     chosen: str | None = None
     rejected: str | None = None
-    grader: Literal["exact", "math"] = "math"
+    grader: Literal["exact", "numeric", "math", "multiple_choice", "answer_tags"] = "math"
     extract: ExtractorName = "none"
+    tolerance: float | None = None
     train: int | None = None
     test: int | None = None
     seed: int = 0
@@ -88,6 +91,10 @@ class Rows:
             raise UserError("chosen: goes together with rejected, and without completion and rewards")
         if self.rewards is not None and self.completion is None:
             raise UserError("rewards: names the rewards of given completions, so completion is needed too")
+        if self.tolerance is not None and self.grader in ("exact", "multiple_choice"):
+            raise UserError(f"tolerance: would be ignored, {self.grader} compares no numbers")
+        if self.tolerance is not None and not 0 <= self.tolerance < 1:
+            raise UserError(f"tolerance: must be a relative difference, at least 0 and below 1, got {self.tolerance:g}")
         for name in ("instruction", "examples", "system"):
             if self.raw and getattr(self, name) is not None:
                 raise UserError(f"{name}: has no place in a raw prompt; write it into the file or set raw: false")
@@ -136,7 +143,7 @@ class Rows:
             name=self.title(table),
             train=train,
             test=test,
-            grader=Grader(self.grader, self.extract) if graded else None,
+            grader=Grader(self.grader, self.extract, self.tolerance) if graded else None,
             notes=notes,
         )
 

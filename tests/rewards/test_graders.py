@@ -10,8 +10,13 @@ from typing import Any
 import pytest
 import reasoning_gym
 
-from covary.rewards import GRADERS, Graded, Grader, build_reward, grade_extracted
+from covary.rewards import GRADERS, Grade, Graded, Grader, build_reward, grade, grade_extracted
 from covary.types import Example, UserError
+
+
+def value(name: str, text: str, answer: str | None, columns: dict[str, Any] | None = None) -> float | None:
+    said = GRADERS[name](text, answer, columns or {})
+    return None if said is None else said.value
 
 
 @pytest.mark.parametrize(
@@ -28,7 +33,7 @@ from covary.types import Example, UserError
     ],
 )
 def test_exact(text: str, answer: str | None, expected: float | None) -> None:
-    assert GRADERS["exact"](text, answer, {}) == expected
+    assert value("exact", text, answer) == expected
 
 
 @pytest.mark.parametrize(
@@ -90,23 +95,23 @@ def test_exact(text: str, answer: str | None, expected: float | None) -> None:
     ],
 )
 def test_math(text: str, answer: str | None, expected: float | None) -> None:
-    assert GRADERS["math"](text, answer, {}) == expected
+    assert value("math", text, answer) == expected
 
 
 @pytest.mark.parametrize("name", ["exact", "math"])
 @pytest.mark.parametrize("text", ["", "\x00", "\ud800", "{" * 3000, "(" * 3000, r"\boxed{" + "(" * 3000 + "}"])
 def test_malformed_text_is_wrong_never_an_error(name: str, text: str) -> None:
-    assert GRADERS[name](text, "7", {}) == 0.0
+    assert value(name, text, "7") == 0.0
 
 
 @pytest.mark.skipif("COVARY_SHARED" not in os.environ, reason="COVARY_SHARED is not set")
 def test_math_accepts_every_reference_answer_of_math500() -> None:
     path = Path(os.environ["COVARY_SHARED"]) / "data" / "math500" / "test.jsonl"
     answers = [json.loads(line)["answer"] for line in path.read_text("utf-8").splitlines()]
-    refused = [a for a in answers if GRADERS["math"](rf"So $x = \boxed{{{a} }}$.", a, {}) != 1.0]
+    refused = [a for a in answers if value("math", rf"So $x = \boxed{{{a} }}$.", a) != 1.0]
     assert len(answers) == 500
     assert refused == []
-    undecided = [a for a in answers if GRADERS["math"](r"\boxed{987654}", a, {}) != 0.0]
+    undecided = [a for a in answers if value("math", r"\boxed{987654}", a) != 0.0]
     assert undecided == []
 
 
@@ -119,17 +124,17 @@ def _entry(task: str, **parameters: Any) -> tuple[str, str, dict[str, Any]]:
 @pytest.mark.parametrize("task", ["chain_sum", "prime_factorization", "gcd", "game_of_life"])
 def test_reasoning_gym_accepts_its_answer_and_refuses_words(task: str) -> None:
     answer, _, columns = _entry(task)
-    assert GRADERS["reasoning_gym"](answer, answer, columns) == 1.0
+    assert value("reasoning_gym", answer, answer, columns) == 1.0
     # prime_factorization's own scorer raises ValueError here
-    assert GRADERS["reasoning_gym"]("no idea", answer, columns) == 0.0
+    assert value("reasoning_gym", "no idea", answer, columns) == 0.0
 
 
 def test_reasoning_gym_scores_with_the_parameters_of_the_task() -> None:
     answer, _, columns = _entry("puzzle24")
-    assert GRADERS["reasoning_gym"](answer, answer, columns) == 1.0
+    assert value("reasoning_gym", answer, answer, columns) == 1.0
     # The scorer refuses numbers that are out of range.
     fewer = columns | {"parameters": {"max_value": 2}}
-    assert (GRADERS["reasoning_gym"](answer, answer, fewer) or 0.0) < 0.1
+    assert (value("reasoning_gym", answer, answer, fewer) or 0.0) < 0.1
 
 
 def test_reasoning_gym_needs_metadata() -> None:
@@ -138,10 +143,10 @@ def test_reasoning_gym_needs_metadata() -> None:
 
 
 def test_extractor_comes_first_and_nothing_found_is_wrong() -> None:
-    grade = grade_extracted(Grader("exact", "last_number"))
-    assert grade("3 + 4 = 7.", "7", {}) == 1.0
-    assert grade("seven", "7", {}) == 0.0
-    assert grade("seven", None, {}) is None
+    judge = grade_extracted(Grader("exact", "last_number"))
+    assert judge("3 + 4 = 7.", "7", {}) == Grade("correct", "7")
+    assert judge("seven", "7", {}) == Grade("unparsable")
+    assert judge("seven", None, {}) is None
     boxed = grade_extracted(Grader("math", "boxed"))
     # unscorable for all rows of the group alike, whether or not they have a box
     assert boxed("five", "see the diagram", {}) is None
@@ -153,7 +158,8 @@ def test_built_in_reward_runs_in_other_processes_and_keeps_metadata_as_it_is() -
     example = Example("pf-0", question, answer, columns=columns)
     reward = build_reward("reasoning_gym", workers=1)
     assert reward.name == "reasoning_gym"
-    assert reward([example] * 2, [answer, "no"]) == [Graded(1.0), Graded(0.0)]
+    right = Graded(1.0, grade=Grade("correct", answer))
+    assert reward([example] * 2, [answer, "no"]) == [right, Graded(0.0, grade=Grade("unparsable", "no"))]
     (failed,) = reward([Example("bare", "q", "1")], ["1"])
     assert failed.value is None
     assert failed.error is not None
@@ -164,11 +170,40 @@ def test_built_in_reward_runs_in_other_processes_and_keeps_metadata_as_it_is() -
 def test_default_extractor_is_for_graders_given_by_name() -> None:
     examples = [Example("a", "q", "7")]
     by_name = build_reward("exact", default_extract="last_number", workers=1)
-    assert by_name(examples, ["it is 7."]) == [Graded(1.0)]
+    assert by_name(examples, ["it is 7."]) == [Graded(1.0, grade=Grade("correct", "7"))]
     by_name.close()
     explicit = build_reward(Grader("exact"), default_extract="last_number", workers=1)
-    assert explicit(examples, ["it is 7."]) == [Graded(0.0)]
+    assert explicit(examples, ["it is 7."]) == [Graded(0.0, grade=Grade("incorrect", "it is 7."))]
     explicit.close()
+
+
+def test_reasoning_gym_gives_partial_credit_without_calling_it_correct() -> None:
+    answer, _, columns = _entry("chain_sum")
+    said = GRADERS["reasoning_gym"](f"The answer is {answer}.", answer, columns)
+    assert said is not None
+    assert said.verdict == "incorrect"
+    assert 0 < said.value < 1
+
+
+def test_a_grader_has_its_own_tolerance_and_the_row_goes_first() -> None:
+    judge = grade_extracted(Grader("numeric", tolerance=0.1))
+    assert judge("105", "100", {}) == Grade("correct", "105")
+    assert judge("105", "100", {"tolerance": 0.01}) == Grade("incorrect", "105")
+
+
+def test_an_extract_of_megabytes_comes_back_short() -> None:
+    # As a whole it would be longer than any verdict may be, and the completion would be unscorable.
+    reward = build_reward("exact", workers=1)
+    (graded,) = reward([Example("long", "q", "7")], ["8" * 3_000_000])
+    reward.close()
+    assert graded.value == 0.0
+    assert graded.grade == Grade("incorrect", "8" * 2000)
+
+
+def test_the_entry_point_names_its_graders() -> None:
+    assert grade("multiple_choice", "The answer is B.", "B") == Grade("correct", "B")
+    with pytest.raises(UserError, match="no grader 'maths'; did you mean 'math'"):
+        grade("maths", "4", "4")
 
 
 @pytest.mark.parametrize("name", ["math", "reasoning_gym"])
@@ -195,7 +230,7 @@ def test_importing_rewards_loads_no_heavy_library() -> None:
     ("spec", "message"),
     [
         ("maths", "no grader 'maths'; did you mean 'math'"),
-        ("zzz", "there are exact, math, reasoning_gym"),
+        ("zzz", "there are exact, numeric, math, multiple_choice, answer_tags, reasoning_gym"),
         (Grader("math", "boxd"), "no extractor 'boxd'; did you mean 'boxed'"),
         (7, "reward 7 is no function"),
     ],

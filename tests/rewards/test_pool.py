@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from covary.rewards import FunctionFile, Graded, Grader, Pool
+from covary.rewards import FunctionFile, Grade, Graded, Grader, Pool
 
 FILE = """
 import os, signal, subprocess, sys, time
@@ -247,15 +247,16 @@ def test_any_thread_may_use_it(task: FunctionFile, make_pool: Callable[..., Pool
 
 def test_one_pool_serves_several_tasks(task: FunctionFile, make_pool: Callable[..., Pool]) -> None:
     pool = make_pool(workers=1)
-    assert pool.run(Grader("exact"), [("4", "4", {})]) == [Graded(1.0)]
+    right = Graded(1.0, grade=Grade("correct", "4"))
+    assert pool.run(Grader("exact"), [("4", "4", {})]) == [right]
     assert pool.run(task, items("abc")) == [Graded(3.0)]
-    assert pool.run(Grader("exact", "last_number"), [("= 4.", "4", {})]) == [Graded(1.0)]
+    assert pool.run(Grader("exact", "last_number"), [("= 4.", "4", {})]) == [right]
 
 
 def test_columns_that_cannot_be_pickled(make_pool: Callable[..., Pool]) -> None:
     columns = {"lock": threading.Lock()}
     verdicts = make_pool(workers=1).run(Grader("exact"), [("4", "4", columns), ("4", "4", {})])
-    assert verdicts[1] == Graded(1.0)
+    assert verdicts[1] == Graded(1.0, grade=Grade("correct", "4"))
     assert verdicts[0].value is None
     assert "cannot pickle" in str(verdicts[0].error)
 
@@ -313,3 +314,28 @@ def test_processes_end_when_the_parent_is_killed(word: str, task: FunctionFile, 
     process.kill()
     process.wait()
     assert wait_for(lambda: not is_alive(worker), 15)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc tells memory and open files")
+def test_nothing_leaks_over_ten_thousand_items(make_pool: Callable[..., Pool]) -> None:
+    """One worker grades them all, hostile ones among them; neither it nor this process grows."""
+    pool = make_pool(workers=1, deadline=60)
+
+    def batch(start: int) -> list[Graded]:
+        texts = [rf"\boxed{{{i} + x^2}}" if i % 2 else "{" * 2000 + str(i) for i in range(start, start + 1000)]
+        return pool.run(Grader("math"), [(text, str(i), {}) for i, text in enumerate(texts)])
+
+    def pages() -> list[int]:
+        children = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()
+        return [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in ["self", *children]]
+
+    batch(0)
+    batch(1000)
+    before, files = pages(), len(os.listdir("/proc/self/fd"))
+    for start in range(2000, 12_000, 1000):
+        assert all(graded.error is None for graded in batch(start))
+    after = pages()
+    assert len(after) == len(before)  # no worker was replaced, none was left behind
+    assert max(b - a for a, b in zip(before, after, strict=True)) * os.sysconf("SC_PAGE_SIZE") < 64 << 20
+    assert len(os.listdir("/proc/self/fd")) == files

@@ -261,6 +261,15 @@ def test_raw_prompt_is_text_untouched(tmp_path: Path) -> None:
     assert task.train[0].prompt == "Q: 2+2\nA:"
 
 
+def test_grader_and_its_tolerance(tmp_path: Path) -> None:
+    path = put(tmp_path, sums(3))
+    assert Jsonl(path, grader="numeric", tolerance=0.01).load().grader == Grader("numeric", "none", 0.01)
+    with pytest.raises(UserError, match="tolerance: would be ignored, exact compares no numbers"):
+        Jsonl(path, grader="exact", tolerance=0.01)
+    with pytest.raises(UserError, match="tolerance: must be a relative difference, at least 0 and below 1, got 4"):
+        Jsonl(path, grader="numeric", tolerance=4)
+
+
 # ---- splits ----
 
 
