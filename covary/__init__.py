@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "train": "covary.api",
-    "evaluate": "covary.api",
+    "evaluate": "covary.measure",
     "Example": "covary.types",
     "Completion": "covary.types",
     "Group": "covary.types",

@@ -29,7 +29,6 @@ from covary.config import (
     to_yaml,
     updates_per_rollout,
     validate,
-    validate_task,
     warnings_for,
 )
 from covary.doctor import Doctor, Facts, open_turn
@@ -106,7 +105,7 @@ def train(
     if reward is not None:
         name = getattr(reward, "__name__", type(reward).__name__)
         sections["reward"] = name + PYTHON_REWARD if function else reward
-    sections = _plain(sections)
+    sections = plain(sections)
     if isinstance(sections.get("task"), Task):
         raise UserError(
             "task: covary.train takes a task that it can load again on a resume: a mapping, or a dataclass with load(); "
@@ -121,100 +120,6 @@ def train(
     data = merge(load_recipe(recipe) if recipe is not None else {}, sections)
     config = validate(data, where=str(recipe) if recipe is not None else "covary.train")
     return start_run(config, function, screen)
-
-
-def evaluate(
-    model: str | os.PathLike[str] | Trained,
-    task: Any,
-    *,
-    samples: int = 1,
-    temperature: float = 1.0,
-    max_tokens: int = 256,
-    stop: Sequence[str] = (),
-    reward: str | Callable[..., object] | None = None,
-    seed: int = 0,
-    device: str = "auto",
-    on_progress: Callable[[int, int], None] | None = None,
-) -> dict[str, float]:
-    """Accuracy of a model on a task's test split; see `covary.evaluate.Evaluator` for the metrics.
-
-    Args:
-        model: shipped name, folder, hub id, a run folder (its newest checkpoint), or what `train` returned.
-        task: a recipe's `task` section, an object with `load()` (an instance of one of `covary.tasks.TASKS`), or a
-            loaded `Task`.
-        samples: sampled completions per question.
-        temperature: of the sampled ones.
-        max_tokens: limit per completion.
-        stop: texts that end a completion.
-        reward: replaces the task's grader.
-        seed: of the sampling.
-        device: auto, cpu or cuda.
-        on_progress: called with (completions finished, completions in all).
-
-    Raises:
-        UserError: a mistake in what was asked for.
-    """
-    evaluator = build_evaluator(
-        model,
-        task,
-        samples=samples,
-        temperature=temperature,
-        max_tokens=max_tokens,
-        stop=stop,
-        reward=reward,
-        seed=seed,
-        device=device,
-        on_progress=on_progress,
-    )
-    try:
-        metrics, errors = evaluator()
-        name, rows = evaluator.name, len(evaluator.examples)
-        if errors and metrics[f"eval/{name}/unscorable"] == rows * (samples + 1):
-            raise UserError(f"no completion of {name} could be scored; the first reason: {errors[0]}")
-        return metrics
-    finally:
-        evaluator.reward.close()
-
-
-def build_evaluator(
-    model: str | os.PathLike[str] | Trained,
-    task: Any,
-    *,
-    samples: int,
-    temperature: float,
-    max_tokens: int,
-    stop: Sequence[str] = (),
-    reward: str | Callable[..., object] | None = None,
-    seed: int = 0,
-    device: str = "auto",
-    on_progress: Callable[[int, int], None] | None = None,
-) -> Evaluator:
-    """The evaluation that `evaluate` makes, with the same arguments. Whoever asked for it closes its reward."""
-    if not isinstance(model, str | os.PathLike | Trained):
-        raise UserError(
-            f"covary.evaluate: model takes a name, a folder, a run folder or what covary.train returned, "
-            f"got {type(model).__name__}"
-        )
-    if isinstance(task, Mapping):
-        task = validate_task(_plain(task), where="covary.evaluate")
-    loaded = task if isinstance(task, Task) else _load_task(task)
-    if not loaded.test:
-        raise UserError(f"task {loaded.name} has no test rows to evaluate on")
-    grader = _reward(reward, loaded)
-    if grader is None:
-        raise UserError(f"task {loaded.name} has no answers to grade by; name a reward")
-    template = load_template(getattr(task, "template", None) or Algorithm.template)
-    if isinstance(model, Trained):
-        policy, tokenizer = model.model, model.tokenizer
-    else:
-        name = model_of_run(str(model))
-        policy, tokenizer = load_model(name, device=pick_device(device)), load_tokenizer(name)
-    check_lengths(loaded.test, template, tokenizer, policy.config, max_tokens)
-    rollout = TransformersRollout(policy, tokenizer)  # pyright: ignore[reportArgumentType]
-    rollout.on_progress = on_progress
-    sampling = Sampling(max_tokens, temperature, tuple(stop))
-    seed = derive_seed(seed, "eval")  # as in a run of that seed
-    return Evaluator(loaded.name, loaded.test, rollout, grader, template, tokenizer, sampling, samples, seed)
 
 
 def start_run(config: RunConfig, function: Callable[..., object] | None, screen: Screen) -> Trained:
@@ -468,7 +373,7 @@ def resolve(config: RunConfig, function: Callable[..., object] | None = None) ->
     """
     if config.model.lora is not None:
         need_peft("model.lora")
-    task: Task = _load_task(config.task)
+    task: Task = load_task(config.task)
     if not task.train:
         raise UserError(f"task: {task.name} has no training rows")
     algorithm = config.algorithm
@@ -680,11 +585,11 @@ def model_of_run(name: str) -> str:
     return name
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Paths as text, wherever they stand in mappings."""
     if isinstance(value, os.PathLike):
         return str(value)
-    return {key: _plain(item) for key, item in value.items()} if isinstance(value, Mapping) else value
+    return {key: plain(item) for key, item in value.items()} if isinstance(value, Mapping) else value
 
 
 def merge(data: Mapping[str, Any], sections: Mapping[str, Any]) -> dict[str, Any]:
@@ -697,7 +602,12 @@ def merge(data: Mapping[str, Any], sections: Mapping[str, Any]) -> dict[str, Any
     return merged
 
 
-def _load_task(family: Any) -> Task:
+def load_task(family: Any) -> Task:
+    """What a task family's `load()` gives.
+
+    Raises:
+        UserError: that is no `Task`, or the family's own complaint.
+    """
     task = family.load()
     if not isinstance(task, Task):
         raise UserError(f"task: load() of {type(family).__name__} gave {type(task).__name__}, not a covary.tasks.Task")
@@ -757,18 +667,19 @@ def _rewards(
     grader = build_reward(task.grader) if task.grader is not None else None
     reward = None
     if algorithm.needs_reward and not own and not given:
-        reward = _reward(function or config.reward, task) if config.reward is not None else grader
+        reward = task_reward(function or config.reward, task) if config.reward is not None else grader
         if reward is None:
             raise UserError(
                 f"reward: {type(algorithm).__name__} learns from rewards and task {task.name} has no grader; "
                 "name a reward (a grader, or path/to/file.py:name)"
             )
     if config.eval.reward is not None:
-        return reward, _reward(config.eval.reward, task)
+        return reward, task_reward(config.eval.reward, task)
     return reward, grader or reward
 
 
-def _reward(spec: str | Callable[..., object] | None, task: Task) -> Reward | None:
+def task_reward(spec: str | Callable[..., object] | None, task: Task) -> Reward | None:
+    """A reward by name or as a function; the task's own grader where there is none, None where it has none either."""
     if isinstance(spec, str) and spec.endswith(PYTHON_REWARD):
         raise UserError(
             f"reward: this run's reward was {spec}; continue it from Python: covary.train(resume=..., reward=...)"

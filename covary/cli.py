@@ -90,52 +90,151 @@ def check(
 
 @app.command("eval")
 def evaluate(
-    model: Annotated[str, typer.Argument(help="Shipped name, folder, hub id, or a run folder.")],
+    model: Annotated[str | None, typer.Argument(help="Shipped name, folder, hub id, or a run folder.")] = None,
     task: Annotated[
-        str,
-        typer.Option(help="Recipe files, .jsonl or .parquet files, or Reasoning Gym task names, separated by commas."),
-    ],
-    samples: Annotated[int, typer.Option("-n", "--samples", min=1, help="Completions per question.")] = 1,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 1.0,
+        str | None,
+        typer.Option(
+            help="Benchmarks, recipe files, .jsonl or .parquet files, or Reasoning Gym task names, separated by commas."
+        ),
+    ] = None,
+    preset: Annotated[str | None, typer.Option(help="Conditions of a paper: gvpo or covrl.")] = None,
+    samples: Annotated[
+        int | None,
+        typer.Option("-n", "--samples", min=1, help="Completions per question; default: the preset's, else 1."),
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Sampling temperature; default: the preset's, else 1.")
+    ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Token limit per completion; default: the recipe's, else 256.")
+        int | None, typer.Option(min=1, help="Token limit per completion; default: the preset's or recipe's, else 256.")
     ] = None,
     stop: Annotated[list[str] | None, typer.Option(help="A text that ends a completion; may be repeated.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the sampling; default: the recipe's, else 0.")] = None,
+    greedy: Annotated[
+        bool | None, typer.Option("--greedy/--no-greedy", help="Also a greedy completion; default: not with a preset.")
+    ] = None,
+    pass_at: Annotated[str | None, typer.Option(help="The k of pass@k, separated by commas; default: n.")] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Folder with a folder per benchmark; default: from the hub.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="At most so many questions of each benchmark, drawn by a fixed seed.")
+    ] = None,
+    template: Annotated[
+        str | None, typer.Option(help="Prompt template of the benchmarks: chat, r1, or the path of your own.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for settings, samples and results; started again, it goes on.")
+    ] = None,
+    shard: Annotated[
+        str | None, typer.Option(help="i/n: every n-th question from i, for n processes on one --out.")
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Completions between two writes to --out; default: 256.")
+    ] = None,
+    server: Annotated[
+        str | None, typer.Option(help="Ask the OpenAI-compatible server at this address (up to /v1).")
+    ] = None,
+    served: Annotated[str | None, typer.Option(help="The server's name for the model; default: MODEL.")] = None,
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Requests to the server at a time; default: 32.")
+    ] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None, typer.Option(help="Two --out folders: paired differences, nothing is evaluated.")
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the metrics to this file.")] = None,
     quiet: Quiet = False,
 ) -> None:
-    """Accuracy over the test split of one or more tasks, with n samples per question."""
-    if not temperature > 0:
-        raise UserError(f"--temperature: takes a number above 0, got {temperature} (greedy accuracy is always shown)")
-    if json_file is not None and not json_file.parent.is_dir():
-        raise UserError(f"--json: there is no folder {json_file.parent}")
-    tasks = [_task(name.strip()) for name in task.split(",") if name.strip()]
-    if not tasks:
-        raise UserError("--task: names no task")
-    from covary import api
+    """Average@N, pass@k and majority over the test split of one or more tasks; or two evaluations compared."""
     from covary.log import Screen
 
     screen = Screen(quiet)
-    metrics: dict[str, float] = {}
-    for one, limits in tasks:
-        found = api.evaluate(
-            model,
-            one,
-            samples=samples,
-            temperature=temperature,
-            max_tokens=max_tokens or limits.get("max_tokens", 256),
-            stop=stop or limits.get("stop", ()),
-            seed=limits.get("seed", 0) if seed is None else seed,
-            on_progress=screen.completions,
+    if compare is not None:
+        if model is not None or task is not None:
+            raise UserError("--compare: takes two folders and evaluates nothing; leave the model and --task out")
+        _compare(*compare, screen)
+        return
+    if model is None:
+        raise UserError("eval: name a model, or two evaluations with --compare A B")
+    if temperature is not None and not temperature > 0:
+        raise UserError(f"--temperature: takes a number above 0, got {temperature} (greedy accuracy is shown beside)")
+    if json_file is not None and not json_file.parent.is_dir():
+        raise UserError(f"--json: there is no folder {json_file.parent}")
+    parts = (("--shard", shard, "--out", out), ("--batch", batch, "--out", out))
+    asking = (("--served", served, "--server", server), ("--concurrency", concurrency, "--server", server))
+    for option, value, owner, there in (*parts, *asking):
+        if value is not None and there is None:
+            raise UserError(f"{option}: belongs to {owner}, which is missing")
+    from covary.presets import conditions_of, tasks_of
+
+    names = tasks_of(preset) if task is None and preset is not None else (task or "").split(",")
+    names = [name.strip() for name in names if name.strip()]
+    if not names:
+        raise UserError("--task: names no task")
+    _check_benchmark_options(names, {"--data-dir": data_dir, "--limit": limit, "--template": template})
+    tasks = [_task(name, data_dir, limit, template) for name in names]
+    given = {
+        "samples": samples,
+        "temperature": temperature,
+        "max_tokens": max_tokens,
+        "stop": tuple(stop) if stop else None,
+        "seed": seed,
+        "greedy": greedy,
+        "pass_at": _numbers("--pass-at", pass_at) if pass_at is not None else None,
+    }
+    chosen = {key: value for key, value in given.items() if value is not None}
+
+    from covary import measure
+
+    plans = [
+        (
+            measure.questions(one),
+            measure.Conditions(**limits | conditions_of(preset, name, "samples" in chosen) | chosen),
         )
-        if found.keys() & metrics.keys():
-            raise UserError(f"--task: two tasks report {min(found.keys() & metrics.keys())}; evaluate them apart")
-        metrics |= found
+        for name, (one, limits) in zip(names, tasks, strict=True)
+    ]
+    titles = [asked.task.name for asked, _ in plans]
+    if len(set(titles)) < len(titles):
+        twice = next(title for title in titles if titles.count(title) > 1)
+        raise UserError(f"--task: two tasks report eval/{twice}; evaluate them apart")
+    for title, (_, conditions) in zip(titles, plans, strict=True):
+        conditions.check(title)
+    store = None if out is None else measure.Store(out, measure.Shard.parse(shard or "0/1"), batch or 256, screen.say)
+    policy = (
+        measure.server_policy(model, server, served, concurrency or 32)
+        if server is not None
+        else measure.load_policy(model)
+    )
+    policy.rollout.on_progress = screen.completions
+    metrics: dict[str, float] = {}
+    for asked, conditions in plans:
+        for note in asked.task.notes:
+            screen.say(f"note: {note}")
+        found = measure.measure(policy, asked, conditions, store=store)
+        if found is None:
+            screen.say(f"{asked.task.name}: this shard is done, others have questions left")
+        metrics |= found or {}
     for name, value in metrics.items():
         screen.say(f"{name} {value:.4g}")
     if json_file is not None:
         json_file.write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
+
+
+def _compare(a: Path, b: Path, screen: Any) -> None:
+    from covary.compare import compare
+
+    found, notes = compare(a, b)
+    for note in notes:
+        screen.say(f"note: {note}")
+    for difference in found:
+        screen.say(difference.line())
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise UserError(f"{option}: takes whole numbers above 0 separated by commas, got {text!r}")
+    return tuple(sorted({int(part) for part in parts}))
 
 
 @app.command()
@@ -213,8 +312,8 @@ def _recipe_path(name: str) -> Path:
     return path if path.exists() else _recipe_files().get(name, path)
 
 
-def _task(name: str) -> tuple[Any, dict[str, Any]]:
-    """A task family's object from a recipe, a data file, or a Reasoning Gym task's name; and the recipe's limits."""
+def _task(name: str, data_dir: Path | None, limit: int | None, template: str | None) -> tuple[Any, dict[str, Any]]:
+    """A task family's object from a recipe, a data file, or a name of ours or Reasoning Gym's; and the recipe's limits."""
     if name.endswith((".yaml", ".yml")) or name in _recipe_files():
         config = _config(name, [])
         limits = {
@@ -223,12 +322,33 @@ def _task(name: str) -> tuple[Any, dict[str, Any]]:
             "seed": config.seed,
         }
         return config.task, limits
-    from covary.tasks import TASKS
+    from covary.tasks import BENCHMARKS, TASKS, Benchmark, all_of_reasoning_gym
 
     for family, endings in (("jsonl", (".jsonl", ".json")), ("parquet", (".parquet",))):
         if name.endswith(endings):
             return TASKS[family](path=name, test_path=name, train=0), {}
-    return TASKS["reasoning_gym"](tasks={name: {}}, train=0), {}
+    if name in BENCHMARKS:
+        folder = None if data_dir is None else str(data_dir)
+        return Benchmark(name, data_dir=folder, test=limit, template=template), {}
+    if name == "reasoning_gym":
+        return all_of_reasoning_gym(limit, template), {}
+    try:
+        return TASKS["reasoning_gym"](tasks={name: {}}, train=0), {}
+    except UserError as error:
+        raise UserError(
+            f"--task: {name!r} is no file, recipe, benchmark ({', '.join(BENCHMARKS)}, reasoning_gym) or task of "
+            f"Reasoning Gym ({error})"
+        ) from error
+
+
+def _check_benchmark_options(names: list[str], options: dict[str, Any]) -> None:
+    """Refuse options of benchmarks where none is asked for."""
+    from covary.tasks import BENCHMARKS
+
+    for option, value in options.items():
+        takers = [*BENCHMARKS, *([] if option == "--data-dir" else ["reasoning_gym"])]
+        if value is not None and not set(names) & set(takers):
+            raise UserError(f"{option}: belongs to benchmarks ({', '.join(takers)}), and none is asked for")
 
 
 def _algorithms() -> list[str]:
@@ -238,9 +358,11 @@ def _algorithms() -> list[str]:
 
 
 def _tasks() -> list[str]:
-    from covary.tasks import TASKS
+    from covary.tasks import BENCHMARKS, TASKS
 
-    return [f"{name}: {_summary(cls)}" for name, cls in TASKS.items()]
+    families = [f"{name}: {_summary(cls)}" for name, cls in TASKS.items()]
+    sources = {name: source.hub or "a local file only" for name, source in BENCHMARKS.items()}
+    return [*families, *(f"{name}: benchmark, {source}" for name, source in sources.items())]
 
 
 def _rewards() -> list[str]:

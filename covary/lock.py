@@ -16,7 +16,7 @@ LOCK_FILE = "lock"
 
 
 @contextmanager
-def run_lock(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
+def run_lock(folder: Path, say: Callable[[str], None], name: str = LOCK_FILE) -> Iterator[None]:
     """Hold `folder` for this process.
 
     The operating system forgets the lock when the process ends, however it ends. It is a POSIX record lock, which a
@@ -26,12 +26,13 @@ def run_lock(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
     Args:
         folder: an existing run folder.
         say: told where the file system knows no locks.
+        name: of the lock's file; processes that share a folder in parts lock one part each.
 
     Raises:
         UserError: another process holds it.
         RunError: the file cannot be opened.
     """
-    path = folder / LOCK_FILE
+    path = folder / name
     try:
         file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 (closed below; its opening has an error of its own)
     except OSError as error:

@@ -22,7 +22,7 @@ from covary import checkpoint as checkpoints
 from covary.batch import Algorithm, Batch, Reduce, RolloutEngine, Scores, TrainEngine, one_process
 from covary.collate import attach, attach_features, collate, rows_of, take_rows
 from covary.doctor import Doctor
-from covary.evaluate import Evaluator, grade
+from covary.evaluate import Evaluator, errors, grade
 from covary.log import RunLog, Screen, step_line, summary
 from covary.metrics import Clock, is_policy_logp, rollout_metrics, sampling_kl, score_watched, update_metrics
 from covary.prompts import Room, Template, prompt_group
@@ -485,7 +485,7 @@ def _reward(run: Run, groups: list[Group]) -> list[str]:
     if _overrides(run.algorithm, "reward"):
         own = run.algorithm.reward(collate(groups, run.sampling.max_tokens))
     if own is None:
-        return grade(groups, run.reward) if run.reward is not None else []
+        return errors(grade(groups, run.reward)) if run.reward is not None else []
     if own.shape != (len(rows_of(groups)),):
         raise ValueError(f"{type(run.algorithm).__name__}.reward gave shape {tuple(own.shape)}, not one number per row")
     values = iter(own.tolist())

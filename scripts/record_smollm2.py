@@ -11,20 +11,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import platform
 import subprocess
 import sys
-from collections import defaultdict
 from importlib.metadata import version
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
 import yaml
 
-from covary.api import build_evaluator
-from covary.evaluate import is_correct
+from covary.compare import differences
+from covary.evaluate import Sample
+from covary.samples import whole
 
 RECIPE = Path("recipes/smollm2_reasoning_gym.yaml")
 SECTIONS = ("rollout", "reward", "score", "train")
@@ -44,53 +43,36 @@ def main() -> None:
     subprocess.run([sys.executable, "-m", "covary", *command, "--quiet"], check=True)
 
     recipe = yaml.safe_load(RECIPE.read_text(encoding="utf-8"))
-    before = accuracy(recipe["model"]["name"], recipe, arguments.samples)
-    after = accuracy(arguments.run, recipe, arguments.samples)
+    folders = [arguments.run / "evaluation" / name for name in ("before", "after")]
+    for model, out in zip((recipe["model"]["name"], arguments.run), folders, strict=True):
+        # As in the run: the same questions, seed and limit. Started again, it goes on.
+        command = ["eval", str(model), "--task", str(RECIPE), "-n", str(arguments.samples), "--out", str(out)]
+        subprocess.run([sys.executable, "-m", "covary", *command, "--quiet"], check=True)
+    before, after = ([s for own in read(folder).values() for s in own] for folder in folders)
     rows = [json.loads(line) for line in (arguments.run / "metrics.jsonl").read_text().splitlines()]
     arguments.out.write_text(page(recipe, before, after, rows, arguments.samples), encoding="utf-8")
 
 
-def accuracy(model: Any, recipe: dict[str, Any], samples: int) -> dict[str, dict[str, tuple[float, float]]]:
-    """Task -> question id -> (share of correct samples at temperature 1, greedy answer correct)."""
-    evaluator = build_evaluator(
-        model,
-        recipe["task"],
-        samples=samples,
-        temperature=1.0,
-        max_tokens=recipe["rollout"]["max_tokens"],
-        seed=recipe["seed"],
-    )
-    try:
-        groups, errors = evaluator.graded()
-    finally:
-        evaluator.reward.close()
-    assert not errors, errors[0]
-    found: dict[str, dict[str, tuple[float, float]]] = defaultdict(dict)
-    for group in groups:
-        *sampled, greedy = [float(is_correct(reward)) for reward in group.rewards or []]
-        found[group.example.columns["task"]][group.example.id] = (mean(sampled), greedy)
-    return found
+def read(out: Path) -> dict[str, list[Sample]]:
+    """Samples of a finished evaluation of one task, by question."""
+    (settings,) = out.glob("*/settings.json")
+    sampling = json.loads(settings.read_text(encoding="utf-8"))["sampling"]
+    return whole(settings.parent, sampling["samples"] + sampling["greedy"])
 
 
-def paired(before: dict[str, tuple[float, float]], after: dict[str, tuple[float, float]]) -> tuple[float, float]:
-    """Mean paired difference at temperature 1, and half the width of its 95 % interval (normal)."""
-    differences = [after[id][0] - before[id][0] for id in before]
-    return mean(differences), 1.96 * stdev(differences) / math.sqrt(len(differences))
-
-
-def page(recipe: dict[str, Any], before: Any, after: Any, rows: list[dict[str, Any]], samples: int) -> str:
-    every = {name: {k: v for task in found.values() for k, v in task.items()} for name, found in
-             (("before", before), ("after", after))}  # fmt: skip
+def page(
+    recipe: dict[str, Any], before: list[Sample], after: list[Sample], rows: list[dict[str, Any]], samples: int
+) -> str:
+    # A row a task: the first part of a question's id.
+    parts = {sample.id.partition("/")[0] for sample in before}
+    of = {name: [[s for s in own if s.id.startswith(f"{name}/")] for own in (before, after)] for name in sorted(parts)}
     lines = []
-    for task in [*sorted(before), "all"]:
-        old, new = (every["before"], every["after"]) if task == "all" else (before[task], after[task])
-        difference, half = paired(old, new)
-        cells = (
-            f"{mean(v[0] for v in old.values()):.3f} → {mean(v[0] for v in new.values()):.3f}",
-            f"{difference:+.3f} ({difference - half:+.3f} to {difference + half:+.3f})",
-            f"{mean(v[1] for v in old.values()):.3f} → {mean(v[1] for v in new.values()):.3f}",
-        )
-        lines.append(f"| {task} | {len(old)} | {' | '.join(cells)} |")
+    for task, (old, new) in {**of, "all": [before, after]}.items():
+        found = differences(task, old, new)[0]
+        mean_, half = found.difference.mean, found.difference.half
+        cells = [f"{found.a:.3f} → {found.b:.3f}", f"{mean_:+.3f} ({mean_ - half:+.3f} to {mean_ + half:+.3f})"]
+        cells += [f"{found.greedy.a:.3f} → {found.greedy.b:.3f}"] if found.greedy else []
+        lines.append(f"| {task} | {found.difference.problems} | {' | '.join(cells)} |")
     steps = [row for row in rows if "time/train" in row]
     curve = [
         f"| {row['step']} | {row['reward/mean']:.3f} | {row['completion/length']:.1f} | {row['completion/truncated']:.2f} "

@@ -20,7 +20,10 @@ from covary.algorithms import ALGORITHMS, GVPO
 from covary.batch import Batch
 from covary.cli import app
 from covary.config import RunConfig, apply_overrides, load_recipe, validate
-from covary.tasks import TASKS
+from covary.evaluate import Sample
+from covary.presets import PRESETS
+from covary.samples import RESULTS, SETTINGS
+from covary.tasks import BENCHMARKS, TASKS
 from covary.tasks.rows import Rows
 from tests.loop.mini import metrics, run
 from tests.models import save_random_model
@@ -254,6 +257,24 @@ def test_metrics_and_their_tables_are_the_same(tmp_path: Path) -> None:
     run(other, steps=1, reference="initial")
     more = set(metrics(other / "run")[-1])
     assert more - always - own == sometimes
+
+
+def test_the_evaluation_page_lists_benchmarks_presets_and_files() -> None:
+    page = DOCS / "evaluation.md"
+    listed = {name: (cells[0] or None, cells[1]) for name, cells in table(section(page, "Benchmarks")).items()}
+    assert listed == {name: (source.hub, source.grader) for name, source in BENCHMARKS.items()}
+    presets = {
+        name: (dict(re.findall(r"`(\w+)` \((\d+)\)", cells[0])), float(cells[1]), int(cells[2]))
+        for name, cells in table(section(page, "Presets")).items()
+    }
+    assert presets == {
+        name: ({task: str(n) for task, n in preset.samples.items()}, preset.temperature, preset.max_tokens)
+        for name, preset in PRESETS.items()
+    }
+    files = table(section(page, "Samples and seeds"))
+    assert set(files) == {SETTINGS, RESULTS, "samples.jsonl"}
+    named = re.findall(r"`(\w+)`", files["samples.jsonl"][0])
+    assert named == [field.name for field in dataclasses.fields(Sample)]
 
 
 def test_the_doctors_page_names_every_finding_with_its_patience_and_thresholds() -> None:

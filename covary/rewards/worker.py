@@ -116,7 +116,7 @@ def _load(task: PoolTask) -> GradeItem:
     grade = grade_extracted(task)
     with contextlib.suppress(Exception):
         # The first formula imports libraries and builds grammars: not an item's time. Plain numbers need neither.
-        grade(r"\boxed{x}", "x + 1", {})
+        grade(r"\boxed{x}", r"\sqrt{2} + x", {})
     return grade
 
 

@@ -107,7 +107,12 @@ class ReasoningGym:
         )
 
     def _example(self, id: str, name: str, entry: dict[str, Any]) -> Example:
-        columns = {"metadata": entry["metadata"], "question": entry["question"], "task": name}
+        columns = {
+            "metadata": entry["metadata"],
+            "question": entry["question"],
+            "task": name,
+            "category": category_of(name),
+        }
         if parameters := _settings(name, self.tasks[name] or {}):
             columns["parameters"] = parameters  # some scorers read them
         answer = None if entry["answer"] is None else str(entry["answer"])
@@ -256,6 +261,11 @@ class _Draws:
             f"for test: {self.test} and train: {self.train} that share none; ask for fewer test rows or widen its "
             "parameters"
         )
+
+
+def category_of(name: str) -> str:
+    """Reasoning Gym's own grouping of its tasks: the package that the generator lies in."""
+    return DATASETS[name][0].__module__.split(".")[1]
 
 
 def _check(name: str, parameters: dict[str, Any]) -> None:

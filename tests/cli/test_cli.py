@@ -179,7 +179,7 @@ def test_eval_takes_data_files(call, recipe, tmp_path, model):
     (tmp_path / "lines.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     code, out, err = call("eval", str(model), "--task", "held.parquet,lines.jsonl", "--max-tokens", "4", "--quiet")
     assert code == 0, err
-    figures = [line.split() for line in out.splitlines()]
+    figures = [line.split() for line in out.splitlines() if line.startswith("eval/")]
     held, lines = ({k.split("/")[2]: v for k, v in figures if k.split("/")[1] == name} for name in ("held", "lines"))
     assert held == lines  # the same ids have the same seeds
     assert held.keys() >= {"accuracy", "greedy", "length"}

@@ -18,7 +18,7 @@ from reasoning_gym.factory import DATASETS
 
 import covary.tasks.reasoning_gym as module
 from covary.rewards import EXTRACTORS, Grader
-from covary.tasks import TASKS, Hub, Jsonl, Parquet, ReasoningGym, Task
+from covary.tasks import TASKS, Benchmark, Hub, Jsonl, Parquet, ReasoningGym, Task
 from covary.tasks.task import ExtractorName
 from covary.types import UserError
 
@@ -31,7 +31,13 @@ def questions(task: Task) -> tuple[list[str], list[str]]:
 
 
 def test_families_and_extractors_agree_with_the_rest_of_the_library() -> None:
-    assert {"reasoning_gym": ReasoningGym, "jsonl": Jsonl, "parquet": Parquet, "hub": Hub} == TASKS
+    assert {
+        "reasoning_gym": ReasoningGym,
+        "jsonl": Jsonl,
+        "parquet": Parquet,
+        "hub": Hub,
+        "benchmark": Benchmark,
+    } == TASKS
     assert set(get_args(ExtractorName)) == set(EXTRACTORS)
 
 
