@@ -106,7 +106,7 @@ def test_a_local_judge_reads_whole_messages_in_batches(tmp_path: Path):
         "max_tokens": 3,
         "cache": str(tmp_path / "c"),
     }
-    with pytest.raises(UserError, match="no completion of sums could be scored.*the judge's reply is no verdict"):
+    with pytest.raises(UserError, match=r"no completion of sums could be scored.*the judge's reply is no verdict"):
         covary.evaluate(str(save_random_model(tmp_path / "m")), Sums(), max_tokens=4, reward={"judge": judge})
     replies = [json.loads(line)["reply"] for line in (tmp_path / "c").read_text().splitlines() if line]
     assert len(replies) > 2
