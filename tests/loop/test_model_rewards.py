@@ -93,6 +93,28 @@ def test_a_judge_behind_a_server_rewards_training_and_is_asked_once_for_equal_te
     ]
 
 
+def test_xverify_is_sent_the_users_copy_of_its_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    prompt = tmp_path / "xverify.txt"
+    prompt.write_text("Question: {question}\nOutput: {output}\nAnswer: {answer}")
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    with serving(lambda body, number: saying("[Correct]" if number % 2 else "Incorrect")) as (url, got):
+        server = {"url": url, "api_key": "JUDGE_KEY"}
+        judge = {"model": "x", "style": "xverify", "prompt_file": str(prompt), "server": server}
+        metrics = covary.evaluate(str(save_random_model(tmp_path / "m")), Sums(), max_tokens=4, reward={"judge": judge})
+        monkeypatch.delenv("JUDGE_KEY")
+        with pytest.raises(UserError, match=r"^reward.judge.server.api_key: .* JUDGE_KEY is not set"):
+            covary.evaluate(str(tmp_path / "m"), Sums(), reward={"judge": judge})
+        prompt.write_text("Output: {output}")
+        with pytest.raises(UserError, match=r"^reward.judge.prompt_file: .* lacks \{question\}"):
+            covary.evaluate(str(tmp_path / "m"), Sums(), reward={"judge": judge})
+    assert len(got) == 8  # 4 questions, one sampled and one greedy completion
+    assert got[0]["messages"][0]["content"].startswith("Question: 0 + 0 =\nOutput: ")
+    assert got[0]["messages"][0]["content"].endswith("\nAnswer: 0")
+    assert {g["key"] for g in got} == {"Bearer secret"}
+    assert metrics["eval/sums/unscorable"] == 0
+    assert 0 < metrics["eval/sums/reward"] + metrics["eval/sums/greedy"] < 2
+
+
 def test_a_judge_that_is_not_there_stops_the_run_and_says_where(tmp_path: Path):
     with serving(lambda *_: (401, {}, {"error": {"message": "no key"}})) as (url, _):
         judge = {"model": "judge", "server": {"url": url}}
