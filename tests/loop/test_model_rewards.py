@@ -108,8 +108,9 @@ def test_xverify_is_sent_the_users_copy_of_its_prompt(tmp_path: Path, monkeypatc
         with pytest.raises(UserError, match=r"^reward.judge.prompt_file: .* lacks \{question\}"):
             covary.evaluate(str(tmp_path / "m"), Sums(), reward={"judge": judge})
     assert len(got) == 8  # 4 questions, one sampled and one greedy completion
-    assert got[0]["messages"][0]["content"].startswith("Question: 0 + 0 =\nOutput: ")
-    assert got[0]["messages"][0]["content"].endswith("\nAnswer: 0")
+    first = min(g["messages"][0]["content"] for g in got)
+    assert first.startswith("Question: 0 + 0 =\nOutput: ")
+    assert first.endswith("\nAnswer: 0")
     assert {g["key"] for g in got} == {"Bearer secret"}
     assert metrics["eval/sums/unscorable"] == 0
     assert 0 < metrics["eval/sums/reward"] + metrics["eval/sums/greedy"] < 2
