@@ -40,9 +40,9 @@ MAX_TOKENS = 8  # of a summary, its end included
 PAD, USER, ASSISTANT, END = "<pad>", "<user>", "<assistant>", "<end>"
 
 DEMONSTRATIONS, COMPARISONS = 20_000, 6_000
-TRAINING_POSTS, TEST_POSTS, TEST_COMPARISONS, SAMPLES = 1024, 512, 512, 5
+TRAINING_POSTS, TEST_POSTS, TEST_COMPARISONS, SAMPLES = 512, 512, 512, 5
 CERTAINTY = 4.0  # people prefer the better of two summaries with probability sigmoid(CERTAINTY * difference in quality)
-SFT_STEPS, REWARD_STEPS, BATCH, LEARNING_RATE = 400, 200, 128, 3e-3
+SFT_STEPS, REWARD_STEPS, BATCH, LEARNING_RATE = 300, 150, 96, 3e-3
 
 
 def quality(post: str, summary: str) -> float:

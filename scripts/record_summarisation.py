@@ -36,7 +36,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "dpo": {"algorithm": {"name": "dpo", "beta": 0.1}},  # its reference is the initial policy
 }
 RATES = (1e-4, 3e-4)
-EPOCHS, PROMPTS = 3, 64
+EPOCHS, PROMPTS = 3, 32
 MEASURES = {
     "reward": "reward model, mean",
     "win_rate": "win rate against demonstrations, by the reward model",
