@@ -130,7 +130,7 @@ def test_the_examples_of_authoring_run(authored: Path) -> None:
     assert [row["step"] for row in selective] == [row["step"] for row in script] == [0, 1, 2]
     for row in [*mine[1:], *script[1:]]:
         assert row["grad_norm"] > 0
-        assert row["rloo/max_advantage"] > 0
+        assert row["leave_one_out/max_advantage"] > 0
         assert row["kl/initial"] >= 0
         assert row["rows/unscorable"] <= 8  # completions of no characters only
     assert "eval/doubling/accuracy" in mine[0]

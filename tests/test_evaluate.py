@@ -42,7 +42,7 @@ class Scripted:
 class Reads:
     name = "reads"
 
-    def __call__(self, examples, completions):
+    def __call__(self, examples, completions, token_ids):
         return [Graded(None, "no verdict") if text == "?" else Graded(float(text)) for text in completions]
 
     def close(self) -> None:

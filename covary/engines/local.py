@@ -206,10 +206,11 @@ class LocalEngine:
     def state_dict(self) -> dict[str, Tensor]:
         """`model.<name>` of the model's state, and `optimizer.<parameter>.<exp_avg | exp_avg_sq | step>`.
 
-        Frozen weights (beside an adapter) are no part of it: they are where the model came from.
+        Of a model with an adapter the adapter alone: the rest never changes.
         """
-        frozen = self._frozen_names()
-        state = {f"model.{name}": value for name, value in self.model.state_dict().items() if name not in frozen}
+        model = self.model.state_dict()
+        given = self._given(model)
+        state = {f"model.{name}": value for name, value in model.items() if name not in given}
         for name, parameter in self._parameters.items():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 state[f"optimizer.{name}.{key}"] = value
@@ -218,9 +219,8 @@ class LocalEngine:
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore weights, buffers and optimizer in place."""
-        given = {k.removeprefix("model."): v for k, v in state.items() if k.startswith("model.")}
-        frozen = {name: value for name, value in self.model.state_dict().items() if name in self._frozen_names()}
-        self.model.load_state_dict(frozen | given)
+        loaded = {k.removeprefix("model."): v for k, v in state.items() if k.startswith("model.")}
+        self.model.load_state_dict(self._given(self.model.state_dict()) | loaded)
         for name, parameter in self._parameters.items():
             moments = {
                 key: state[f"optimizer.{name}.{key}"].clone()
@@ -232,8 +232,11 @@ class LocalEngine:
                     moments[key] = moments[key].to(self.device)
                 self.optimizer.state[parameter] = moments
 
-    def _frozen_names(self) -> set[str]:
-        return {name for name, p in self.model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    def _given(self, model: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The part of the model's state that an adapter was put on; nothing where there is none."""
+        if not hasattr(self.model, "peft_config"):
+            return {}
+        return {name: value for name, value in model.items() if name not in self._parameters}
 
 
 class _Live:

@@ -37,9 +37,9 @@ class Hub(Rows):
         Raises:
             UserError: something that the `datasets` library cannot load, or no such library.
         """
-        test = None
+        train = hub_table(self.path, self.subset, self.split, self.revision)
         if self.test_path is not None:
-            test = hub_table(self.test_path, None, self.test_split or "test", None)
-        elif self.test_split is not None:
-            test = hub_table(self.path, self.subset, self.test_split, self.revision)
-        return hub_table(self.path, self.subset, self.split, self.revision), test
+            return train, hub_table(self.test_path, None, self.test_split or "test", None)
+        if self.test_split is not None:
+            return train, hub_table(self.path, self.subset, self.test_split, self.revision)
+        return train, None

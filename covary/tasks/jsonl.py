@@ -20,8 +20,8 @@ class Jsonl(Rows):
         Raises:
             UserError: a file that cannot be read.
         """
-        test = None if self.test_path is None else JsonLines(Path(self.test_path).expanduser())
-        return JsonLines(Path(self.path).expanduser()), test
+        train = JsonLines(Path(self.path).expanduser())
+        return train, None if self.test_path is None else JsonLines(Path(self.test_path).expanduser())
 
     def title(self, table: Table) -> str:
         """The file's stem, or the folder's name."""

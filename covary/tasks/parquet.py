@@ -20,8 +20,8 @@ class Parquet(Rows):
         Raises:
             UserError: a file that cannot be read, or a folder without parquet files.
         """
-        test = None if self.test_path is None else parquet_table(Path(self.test_path).expanduser())
-        return parquet_table(Path(self.path).expanduser()), test
+        train = parquet_table(Path(self.path).expanduser())
+        return train, None if self.test_path is None else parquet_table(Path(self.test_path).expanduser())
 
     def title(self, table: Table) -> str:
         """The file's stem, or the folder's name."""

@@ -164,7 +164,11 @@ def test_a_run_with_a_file(tmp_path):
         (REPLAY, "grpo", r"rollout.replay: grpo needs samples of its own policy"),
         ({**REPLAY, "replay": {"history": 4}}, "gvpo", "takes less than rollout.completions"),
         ({**REPLAY, "replay": {"history": 3, "size": 2}}, "gvpo", "takes at least replay.history"),
-        ({**REPLAY, "replay": {"histery": 3}}, "gvpo", "rollout.replay: takes a mapping of history, size"),
+        (
+            {**REPLAY, "replay": {"histery": 3}},
+            "gvpo",
+            r"rollout.replay.histery: unknown key; did you mean rollout.replay.history",
+        ),
         ({"file": {"path": "x.jsonl", "count": 8}}, "gvpo", "takes less than rollout.completions"),
         ({"file": {"path": "x.jsonl"}, "max_tokens": 6}, "gvpo", "x.jsonl: cannot be read"),
     ],

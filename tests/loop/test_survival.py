@@ -22,7 +22,7 @@ from covary.lock import run_lock
 from covary.types import RunError, UserError
 from tests.loop.commands import DiesWhileSaving, finish, go_on, start, state_of, wait_until, write_recipe
 from tests.loop.mini import Sums, comparable, metrics, rollouts, run, vowels
-from tests.models import byte_tokenizer, random_llama, save_random_model
+from tests.models import byte_tokenizer, random_llama
 
 
 @pytest.fixture(scope="module")
@@ -379,14 +379,6 @@ def test_a_pickle_checkpoint_is_refused(tmp_path, of, name):
     ):
         with pytest.raises(UserError, match=rf"step-000004 holds {name}: pickle files can run code"):
             use()
-
-
-def test_a_pickle_model_is_refused(tmp_path):
-    model = save_random_model(tmp_path / "model")
-    (model / "model.safetensors").rename(model / "pytorch_model.bin")
-    with pytest.raises(UserError, match=r"holds pytorch_model.bin: pickle files can run code .*safetensors only"):
-        run(tmp_path)
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_without_a_usable_checkpoint_does_not_start_over_by_itself(tmp_path):

@@ -138,7 +138,7 @@ def test_a_method_without_rewards_does_not_learn_from_rejected_completions(tmp_p
     changes: dict[str, Any] = {
         "reward": None,
         "algorithm": {"name": "sft"},
-        "rollout": {"engine": "dataset", "prompts": 1},
+        "rollout": {"engine": "dataset", "prompts": 1, "max_tokens": 8},
     }
     with pytest.raises(UserError, match="learns from every completion alike; name the column to learn from"):
         run(tmp_path, task={"name": "jsonl", "path": str(data)}, optimizer={}, **changes)

@@ -269,10 +269,10 @@ def test_what_the_hub_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (task.train[0].id, task.test[2].id) == ("gsm8k/1", "gsm8k/3")
     Hub("a/train", test_path="b/test", prompt="question").load()
     assert asked == [
-        ("openai/gsm8k", "main", "test", "abc"),
         ("openai/gsm8k", "main", "train", "abc"),
-        ("b/test", None, "test", None),
+        ("openai/gsm8k", "main", "test", "abc"),
         ("a/train", None, "train", None),
+        ("b/test", None, "test", None),
     ]
 
 
