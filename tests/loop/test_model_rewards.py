@@ -119,7 +119,10 @@ def test_xverify_is_sent_the_users_copy_of_its_prompt(tmp_path: Path, monkeypatc
 def test_a_judge_that_is_not_there_stops_the_run_and_says_where(tmp_path: Path):
     with serving(lambda *_: (401, {}, {"error": {"message": "no key"}})) as (url, _):
         judge = {"model": "judge", "server": {"url": url}}
-        with pytest.raises(RunError, match=f"no completion of this step could be scored.*{url}: HTTP 401 no key"):
+        with pytest.raises(
+            RunError,
+            match=f"no completion of this step could be scored.*{url}/chat/completions refused the request: 401 no key",
+        ):
             run(tmp_path, reward={"judge": judge})
 
 

@@ -12,15 +12,13 @@ from typing import Any
 
 import pytest
 
-from covary.rewards import server as client
 from covary.rewards.server import ChatServer
 
 Answer = tuple[int, dict[str, str], Any]  # status, headers, body
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "FIRST_WAIT", 0.01)
+def direct(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
 
 
@@ -39,7 +37,7 @@ def serving(answer: Callable[[dict[str, Any], int], Answer]) -> Iterator[tuple[s
             status, headers, content = answer(body, number)
             data = content if isinstance(content, bytes) else json.dumps(content).encode()
             self.send_response(status)
-            for name, value in {**headers, "Content-Length": str(len(data))}.items():
+            for name, value in {"Content-Length": str(len(data)), **headers}.items():
                 self.send_header(name, value)
             self.end_headers()
             self.wfile.write(data)
@@ -73,7 +71,7 @@ def test_replies_come_in_order_and_requests_say_everything():
 
 def test_no_key_is_sent_where_none_is_set():
     with serving(lambda *_: saying("x")) as (url, got):
-        ChatServer(url, "judge", 7)(["a"])
+        ChatServer(url, "judge", 7, pause=0.01)(["a"])
     assert got[0]["key"] is None
 
 
@@ -96,10 +94,10 @@ def test_no_more_requests_than_allowed_are_under_way():
     assert most == 3
 
 
-@pytest.mark.parametrize("failure", [(503, {}, "busy"), (429, {"Retry-After": "0.01"}, {}), (500, {}, b"\xff")])
+@pytest.mark.parametrize("failure", [(503, {}, "busy"), (429, {"Retry-After": "0"}, {}), (500, {}, b"\xff")])
 def test_what_passes_is_tried_again(failure: Answer):
     with serving(lambda _, number: failure if number < 2 else saying("Correct")) as (url, got):
-        (reply,) = ChatServer(url, "judge", 7)(["a"])
+        (reply,) = ChatServer(url, "judge", 7, pause=0.01)(["a"])
     assert reply.text == "Correct"
     assert len(got) == 3
 
@@ -107,23 +105,23 @@ def test_what_passes_is_tried_again(failure: Answer):
 def test_a_mistake_is_told_at_once_with_the_servers_own_words():
     error = {"error": {"message": "The model `jugde`\ndoes not exist.", "code": 404}}
     with serving(lambda *_: (404, {}, error)) as (url, got):
-        (reply,) = ChatServer(url, "jugde", 7)(["a"])
-    assert reply.error == f"{url}: HTTP 404 The model `jugde` does not exist."
+        (reply,) = ChatServer(url, "jugde", 7, pause=0.01)(["a"])
+    assert reply.error == f"{url}/chat/completions refused the request: 404 The model `jugde` does not exist."
     assert len(got) == 1
 
 
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"<html>", "no reply of an OpenAI-compatible server"),
-        ({"choices": []}, "no choices"),
-        ({"choices": [{"message": {"content": None}}]}, "is max_tokens too small"),
-        ([1], "no choices"),
+        (b"<html>", "something that is no JSON"),
+        ({"choices": []}, "no choices[0].message.content"),
+        ({"choices": [{"message": {"content": None}}]}, "a reply without text; raise max_tokens"),
+        ([1], "no JSON object"),
     ],
 )
 def test_a_reply_of_another_form_is_no_reply(content: Any, reason: str):
     with serving(lambda *_: (200, {}, content)) as (url, got):
-        (reply,) = ChatServer(url, "judge", 7)(["a"])
+        (reply,) = ChatServer(url, "judge", 7, pause=0.01)(["a"])
     assert reply.text is None
     assert reason in (reply.error or "")
     assert len(got) == 1
@@ -131,16 +129,26 @@ def test_a_reply_of_another_form_is_no_reply(content: Any, reason: str):
 
 def test_a_late_reply_is_tried_again_and_told():
     with serving(lambda *_: (time.sleep(0.3), saying("late"))[1]) as (url, got):
-        (reply,) = ChatServer(url, "judge", 7, timeout=0.05)(["a"])
-    assert "timed out (tried 5 times)" in (reply.error or "")
-    assert len(got) == client.TRIES
+        (reply,) = ChatServer(url, "judge", 7, timeout=0.05, attempts=3, pause=0.01)(["a"])
+    assert "no answer in 3 attempts; the last: timed out" in (reply.error or "")
+    assert len(got) == 3
 
 
-def test_a_server_that_is_gone_is_not_waited_for_by_every_message(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(client, "FIRST_WAIT", 0.05)
+def test_a_connection_that_is_cut_is_a_reason_of_that_message():
+    def cut(body: dict[str, Any], number: int) -> Answer:
+        return (200, {"Content-Length": "1000"}, b"{") if number == 0 else saying("Correct")
+
+    with serving(cut) as (url, _):
+        first, second = ChatServer(url, "judge", 7, concurrency=1, timeout=5, attempts=1)(["a", "b"])
+    assert first.text is None
+    assert first.error
+    assert second.text == "Correct"
+
+
+def test_a_server_that_is_gone_is_not_waited_for_by_every_message():
     with serving(lambda *_: saying("x")) as (url, _):
         pass
     start = time.monotonic()
-    replies = ChatServer(url, "judge", 7, concurrency=2)(["a"] * 200)
-    assert time.monotonic() - start < 10  # one message alone waits 1.5 s
+    replies = ChatServer(url, "judge", 7, concurrency=2, attempts=3, pause=0.2)(["a"] * 200)
+    assert time.monotonic() - start < 20  # each would wait for 0.6 s
     assert all("refused" in (reply.error or "") for reply in replies)
