@@ -47,6 +47,7 @@ from covary.models.loading import (
     pick_device,
 )
 from covary.models.lora import add_lora, initial_policy, need_peft
+from covary.models.rewards import WithModel, build_model_reward
 from covary.prompts import Room, Template, TurnEnd, load_template, open_turn_end, prompt_group
 from covary.quantities import QUANTITIES
 from covary.rewards import EXTRACTORS, Grader, Reward, build_reward
@@ -56,6 +57,7 @@ from covary.rollout.given import GivenRollout
 from covary.rollout.replay import ReplayRollout
 from covary.rollout.transformers import TransformersRollout
 from covary.seeding import derive_seed
+from covary.settings import JudgeReward, RewardModel
 from covary.stop import Stop
 from covary.tasks.task import Task
 from covary.trackers import Tracker
@@ -66,6 +68,7 @@ from covary.types import Example, RunError, Sampling, UserError
 CHECKED_PROMPTS = 1000
 """Training prompts, at most, whose lengths are checked before a run, evenly spread; the others when they are drawn."""
 PYTHON_REWARD = " (a Python function)"
+RewardSpec = str | RewardModel | JudgeReward | Callable[..., object]
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ def train(
     *,
     resume: str | Path | None = None,
     quiet: bool = False,
-    reward: str | Callable[..., object] | None = None,
+    reward: str | Mapping[str, Any] | Callable[..., object] | None = None,
     **sections: Any,
 ) -> Trained:
     """Train as `covary train` does.
@@ -92,8 +95,8 @@ def train(
         recipe: a recipe file to start from.
         resume: a run folder to continue. `sections` may then hold `steps`, `eval`, `checkpoint` and `log` only.
         quiet: plain lines, no progress bars.
-        reward: a grader's name, `path/to/file.py:name`, or a function in either convention of
-            `covary.rewards`.
+        reward: as the recipe's `reward` (a name, or a mapping for a reward model or a judge), or a function in either
+            convention of `covary.rewards`.
         **sections: a recipe's top-level keys: mappings or plain values; `algorithm` and `task` may be objects
             (`algorithm=covary.GVPO(beta=0.1)`), `model` and `algorithm` a name.
 
@@ -162,13 +165,23 @@ def _from_anywhere(config: RunConfig) -> RunConfig:
         file, colon, name = text.rpartition(":") if ".py:" in text else (text, "", "")
         return f"{Path(file).absolute()}{colon}{name}" if Path(file).exists() else text
 
+    def reward(spec: Any) -> Any:
+        if isinstance(spec, RewardModel):
+            return replace(spec, model=absolute(spec.model))
+        if not isinstance(spec, JudgeReward):
+            return absolute(spec)
+        judge = spec.judge
+        model = absolute(judge.model) if judge.server is None else judge.model
+        cache = str(Path(judge.cache).expanduser().absolute()) if judge.cache is not None else None
+        return JudgeReward(replace(judge, model=model, prompt_file=absolute(judge.prompt_file), cache=cache))
+
     task = config.task
     files = [name for name in ("path", "test_path", "template") if isinstance(getattr(task, name, None), str)]
     return replace(
         config,
         task=replace(task, **{name: absolute(getattr(task, name)) for name in files}) if files else task,
-        reward=absolute(config.reward),
-        eval=replace(config.eval, reward=absolute(config.eval.reward)),
+        reward=reward(config.reward),
+        eval=replace(config.eval, reward=reward(config.eval.reward)),
         model=replace(config.model, name=absolute(config.model.name)),
     )
 
@@ -445,6 +458,9 @@ def build(resolved: Resolved, screen: Screen) -> Run:
     for line in [*warnings_for(config), *task.notes]:
         screen.say(f"note: {line}")
     device = pick_device(config.engine.device)
+    for reward in (resolved.reward, resolved.eval_reward):
+        if isinstance(reward, WithModel):
+            reward.load()  # before the run's own seed: what loading draws at random changes no number of the run
     tokenizer = load_tokenizer(config.model.name, config.model.trust_remote_code)
     architecture = load_config(config.model.name, config.model.trust_remote_code)
     for line in resolved.check_lengths(tokenizer, architecture):
@@ -593,11 +609,12 @@ def plain(value: Any) -> Any:
 
 
 def merge(data: Mapping[str, Any], sections: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe with changes: a mapping changes the keys it names; one with a `name` of its own replaces the section."""
+    """A recipe with changes: a mapping changes the keys it names; a reward, and one with a `name`, replaces the section."""
     merged = dict(data)
     for key, value in sections.items():
         old = data.get(key)
-        keeps = isinstance(value, Mapping) and isinstance(old, Mapping) and "name" not in value
+        replaced = key == "reward" or (isinstance(value, Mapping) and "name" in value)
+        keeps = isinstance(value, Mapping) and isinstance(old, Mapping) and not replaced
         merged[key] = {**old, **value} if keeps else value  # pyright: ignore[reportGeneralTypeIssues]
     return merged
 
@@ -667,19 +684,22 @@ def _rewards(
     grader = build_reward(task.grader) if task.grader is not None else None
     reward = None
     if algorithm.needs_reward and not own and not given:
-        reward = task_reward(function or config.reward, task) if config.reward is not None else grader
+        spec, device = function or config.reward, config.engine.device
+        reward = task_reward(spec, task, "reward", device) if config.reward is not None else grader
         if reward is None:
             raise UserError(
                 f"reward: {type(algorithm).__name__} learns from rewards and task {task.name} has no grader; "
-                "name a reward (a grader, or path/to/file.py:name)"
+                "name a reward (a grader, path/to/file.py:name, a reward model or a judge)"
             )
-    if config.eval.reward is not None:
-        return reward, task_reward(config.eval.reward, task)
-    return reward, grader or reward
+    if config.eval.reward is not None and config.eval.reward != config.reward:
+        return reward, task_reward(config.eval.reward, task, "eval.reward", config.engine.device)
+    return reward, (reward if config.eval.reward is not None else grader or reward)
 
 
-def task_reward(spec: str | Callable[..., object] | None, task: Task) -> Reward | None:
-    """A reward by name or as a function; the task's own grader where there is none, None where it has none either."""
+def task_reward(spec: RewardSpec | None, task: Task, key: str, device: str) -> Reward | None:
+    """A reward as a recipe's `key` names it, or a function; the task's own grader where there is none, None where it has none either."""
+    if isinstance(spec, RewardModel | JudgeReward):
+        return build_model_reward(spec, key, device)
     if isinstance(spec, str) and spec.endswith(PYTHON_REWARD):
         raise UserError(
             f"reward: this run's reward was {spec}; continue it from Python: covary.train(resume=..., reward=...)"

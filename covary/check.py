@@ -18,7 +18,7 @@ from covary.models.loading import SHIPPED, load_config, load_generation_config, 
 from covary.prompts import prompt_group
 from covary.rewards import GRADERS, Grader, build_reward
 from covary.rollout.transformers import end_ids
-from covary.settings import Checkpoint, Log
+from covary.settings import Checkpoint, JudgeReward, Log, RewardModel
 from covary.tasks.task import Task
 from covary.train import planned_steps
 from covary.types import Example, RunError, UserError
@@ -103,6 +103,9 @@ def _gold(resolved: Resolved) -> Iterator[str]:
     custom = config.reward if config.algorithm.needs_reward else config.eval.reward
     if not examples or (task.grader is None and custom is None):
         yield "reference answers: none, or nothing to grade them with"
+        return
+    if isinstance(custom, RewardModel | JudgeReward):
+        yield "reference answers: not graded, the reward is a model's"
         return
     if custom is not None and custom not in GRADERS:
         yield f"reward: {custom} is your own; what it says of reference answers is shown, not judged"

@@ -368,7 +368,12 @@ def _tasks() -> list[str]:
 def _rewards() -> list[str]:
     from covary.rewards import GRADERS
 
-    return [*(f"{name}: {_summary(f)}" for name, f in GRADERS.items()), "path/to/file.py:function: your own"]
+    return [
+        *(f"{name}: {_summary(f)}" for name, f in GRADERS.items()),
+        "path/to/file.py:function: your own",
+        "{model: NAME}: a reward model",
+        "{judge: {model: NAME}}: a language model that compares with the reference answer",
+    ]
 
 
 def _recipes() -> list[str]:

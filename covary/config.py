@@ -33,7 +33,18 @@ import yaml
 from pydantic import ConfigDict, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
 
 from covary.objects import is_object_name, load_object, name_of
-from covary.settings import Checkpoint, Engine, Eval, Log, Model, Optimizer, Rollout, Text
+from covary.settings import (
+    Checkpoint,
+    Engine,
+    Eval,
+    JudgeReward,
+    Log,
+    Model,
+    Optimizer,
+    RewardModel,
+    Rollout,
+    Text,
+)
 from covary.types import Example, UserError
 
 if TYPE_CHECKING:
@@ -51,7 +62,8 @@ class RunConfig:
         epochs: times that the training prompts are gone through.
         model: the policy to start from.
         task: an instance of one of `covary.tasks.TASKS`.
-        reward: training grader, by name or as `path/to/file.py:name`. None: the task's own.
+        reward: training reward: a grader by name, `path/to/file.py:name`, a reward model or a judge. None: the task's
+            own grader.
         algorithm: an instance of one of `covary.algorithms.ALGORITHMS`.
         rollout: how completions are made.
         optimizer: AdamW, and how a rollout is cut into updates.
@@ -70,7 +82,7 @@ class RunConfig:
     epochs: PositiveFloat | None = None
     model: Model = field(default_factory=Model)
     task: Any
-    reward: Text | None = None
+    reward: Text | RewardModel | JudgeReward | None = None
     algorithm: Algorithm
     rollout: Rollout = field(default_factory=Rollout)
     optimizer: Optimizer = field(default_factory=Optimizer)
@@ -279,6 +291,20 @@ def validate_task(data: Mapping[str, Any], *, where: str) -> Any:
     return built["task"]
 
 
+def validate_reward(data: Mapping[str, Any], *, where: str) -> RewardModel | JudgeReward:
+    """A reward model or a judge from a mapping, as a recipe's `reward` has it.
+
+    Raises:
+        UserError: as `validate`.
+    """
+    problems: list[str] = []
+    built: dict[str, Any] = {}
+    _set_checked(built, "reward", _HINTS["reward"], data, "reward", problems)
+    if problems:
+        raise UserError(f"{where}: {'; '.join(problems)}")
+    return built["reward"]
+
+
 def _table(section: str) -> dict[str, Any]:
     """The classes that a named section chooses from. Imported here: `covary.algorithms` loads torch."""
     if section == "algorithm":
@@ -395,7 +421,8 @@ def _set_checked(target: dict[str, Any], key: str, hint: Any, value: Any, path: 
     within = [arg for arg in (hint, *get_args(hint)) if dataclasses.is_dataclass(arg)]
     if within and isinstance(value, Mapping):  # a section in a section: what is wrong in it is named
         built: dict[str, Any] = {}
-        _build_section(path, within[0], value, {path: _field_names(within[0])}, built, problems)
+        cls = max(within, key=lambda cls: len(value.keys() & {*_field_names(cls)}))  # of several, what its keys mean
+        _build_section(path, cls, value, {path: _field_names(cls)}, built, problems)
         if path in built:
             target[key] = built[path]
         return
@@ -596,7 +623,7 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
         value = getattr(config, key)
         if key in _NAMED:
             value = {"name": _name_of(key, value), **_fields(value)}
-        elif key in _SECTIONS:
+        elif _is_built(value):
             value = _fields(value)
         result[key] = value
     return result

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from covary import __version__
-from covary.api import Trained, check_lengths, check_writable, load_task, model_of_run, plain, task_reward
+from covary.api import RewardSpec, Trained, check_lengths, check_writable, load_task, model_of_run, plain, task_reward
 from covary.batch import Algorithm
-from covary.config import validate_task
+from covary.config import validate_reward, validate_task
 from covary.evaluate import Evaluator, Sample
 from covary.models.loading import load_model, load_tokenizer, pick_device
 from covary.prompts import Template, load_template, prompt_group
@@ -118,7 +118,7 @@ def evaluate(
     temperature: float = 1.0,
     max_tokens: int = 256,
     stop: Sequence[str] = (),
-    reward: str | Callable[..., object] | None = None,
+    reward: RewardSpec | Mapping[str, Any] | None = None,
     seed: int = 0,
     greedy: bool = True,
     pass_at: Sequence[int] | None = None,
@@ -136,7 +136,7 @@ def evaluate(
         temperature: of the sampled ones.
         max_tokens: limit per completion.
         stop: texts that end a completion.
-        reward: replaces the task's grader.
+        reward: replaces the task's grader; as the recipe's `reward`, or a function.
         seed: of the sampling.
         greedy: also one greedy completion per question.
         pass_at: the k of pass@k, at most `samples`; None: `samples` where that is above 1.
@@ -164,7 +164,7 @@ def measure(
     asked: Questions,
     conditions: Conditions,
     *,
-    reward: str | Callable[..., object] | None = None,
+    reward: RewardSpec | Mapping[str, Any] | None = None,
     store: Store | None = None,
 ) -> dict[str, float] | None:
     """The metrics of a task; None while other processes that share the store have questions left.
@@ -254,7 +254,7 @@ def questions(task: Any) -> Questions:
 
 
 def build_evaluator(
-    policy: Policy, asked: Questions, conditions: Conditions, reward: str | Callable[..., object] | None = None
+    policy: Policy, asked: Questions, conditions: Conditions, reward: RewardSpec | Mapping[str, Any] | None = None
 ) -> Evaluator:
     """The evaluation of a policy on a task. Whoever asked for it closes its reward.
 
@@ -264,7 +264,9 @@ def build_evaluator(
     task = asked.task
     if policy.architecture is not None:
         check_lengths(task.test, asked.template, policy.tokenizer, policy.architecture, conditions.max_tokens)
-    grader = task_reward(reward, task)
+    if isinstance(reward, Mapping):
+        reward = validate_reward(plain(reward), where="covary.evaluate")
+    grader = task_reward(reward, task, "reward", "auto")
     if grader is None:
         raise UserError(f"task {task.name} has no answers to grade by; name a reward")
     return Evaluator(

@@ -131,6 +131,67 @@ class Engine:
 
 
 @dataclass(frozen=True)
+class RewardModel:
+    """A reward that a sequence classifier of one label gives: its logit."""
+
+    model: Text
+    """A folder or a Hugging Face hub id. Weights are read from safetensors only."""
+    micro_batch_tokens: PositiveInt = 8192
+    """Tokens (prompts, completions and padding) a forward pass, at most; bounds memory."""
+
+
+@dataclass(frozen=True)
+class JudgeServer:
+    """An OpenAI-compatible server that runs the judge."""
+
+    url: Text
+    """Its base, such as http://localhost:8000/v1."""
+    concurrency: PositiveInt = 8
+    """Requests under way at a time."""
+    timeout: PositiveFloat = 60.0
+    """Seconds that one request may take."""
+    api_key: Text | None = None
+    """The environment variable that holds the server's key. None: no key is sent."""
+
+    def __post_init__(self) -> None:
+        if not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"url: takes an address that starts with http:// or https://, got {self.url!r}")
+
+
+@dataclass(frozen=True)
+class Judge:
+    """A chat model that is shown question, reference answer and completion, and says Correct or Incorrect."""
+
+    model: Text
+    """A folder or a Hugging Face hub id; with `server`, the name by which that knows the model."""
+    server: JudgeServer | None = None
+    """Who runs the model. None: this process."""
+    style: Literal["plain", "xverify"] = "plain"
+    """What is sent and how the reply is read: covary's own wording (or `prompt_file`), or that of xVerify."""
+    prompt_file: Text | None = None
+    """A prompt of your own: text with {question}, {answer} and {completion} (or {output})."""
+    max_tokens: PositiveInt = 16
+    """Tokens a reply, at most; more for a judge that thinks aloud first."""
+    cache: Text | None = None
+    """JSON Lines file that keeps replies for later runs. None: they are kept as long as the run lasts."""
+
+    def __post_init__(self) -> None:
+        if self.style == "xverify" and self.prompt_file is None:
+            raise ValueError(
+                "prompt_file: is required with style: xverify; its prompt is licensed CC BY-NC-ND and not shipped, "
+                "copy it from https://github.com/IAAR-Shanghai/xVerify into a text file"
+            )
+
+
+@dataclass(frozen=True)
+class JudgeReward:
+    """A reward of 1 or 0 that a judge gives."""
+
+    judge: Judge
+    """Which one, and how it is asked."""
+
+
+@dataclass(frozen=True)
 class Eval:
     """Evaluation on the task's test split, before the first and after the last step."""
 
@@ -142,8 +203,8 @@ class Eval:
     """Sampling temperature."""
     max_tokens: PositiveInt | None = None
     """Tokens a completion, at most. None: `rollout.max_tokens`."""
-    reward: Text | None = None
-    """Grader, by name or as `path/to/file.py:name`. None: the task's own, or `reward` where it has none."""
+    reward: Text | RewardModel | JudgeReward | None = None
+    """As the recipe's `reward`. None: the task's grader, or `reward` where it has none."""
 
 
 @dataclass(frozen=True)

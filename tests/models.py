@@ -11,6 +11,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
     Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
@@ -85,6 +87,23 @@ def random_model(family: str, seed: int = 0) -> PreTrainedModel:
     """A tiny model of one of `FAMILIES`, for the byte tokenizer."""
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(FAMILIES[family]).eval()
+
+
+def save_random_classifier(
+    folder: Path, kind: str = "llama", labels: int = 1, padding: int | None = 258, seed: int = 0, context: int = 256
+) -> Path:
+    """A tiny reward model with the byte tokenizer: a decoder, or an encoder that reads pairs of texts."""
+    torch.manual_seed(seed)
+    common: dict[str, Any] = {"num_labels": labels, "pad_token_id": padding, "initializer_range": 0.2}
+    common |= {"vocab_size": 259, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    common |= {"num_attention_heads": 4, "max_position_embeddings": context}
+    config = BertConfig(**common) if kind == "bert" else LlamaConfig(**common, num_key_value_heads=2, eos_token_id=257)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    tokenizer = deepcopy(byte_tokenizer())
+    if kind == "bert":
+        tokenizer.chat_template = None
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def save_random_model(folder: Path, **options: int) -> Path:

@@ -27,7 +27,7 @@ from covary.config import (
     validate,
     warnings_for,
 )
-from covary.settings import Optimizer
+from covary.settings import Judge, JudgeReward, JudgeServer, Optimizer, RewardModel
 from covary.tasks import ReasoningGym
 from covary.types import UserError
 
@@ -416,6 +416,35 @@ def test_offline_and_online_algorithms_take_their_engine():
     assert message("algorithm={name: grpo}", "rollout.engine=dataset") == (
         "rollout.engine: grpo needs samples of its own policy: set rollout.engine: transformers"
     )
+
+
+def test_a_reward_is_a_name_a_reward_model_or_a_judge():
+    assert config("reward=exact").reward == "exact"
+    assert config("reward={model: a/b}").reward == RewardModel("a/b", 8192)
+    judge = config("reward={judge: {model: a/b, server: {url: 'http://x/v1'}}}", "reward.judge.max_tokens=64").reward
+    assert judge == JudgeReward(Judge("a/b", JudgeServer("http://x/v1"), max_tokens=64))
+    changed = config("reward={judge: {model: a/b}}", "eval.reward={model: c}")
+    assert validate(to_dict(changed), where="again") == changed
+    assert changed_keys(config("reward={model: a}"), config("reward={model: b}")) == ["reward.model"]
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("reward={model: 3}", "reward.model: takes non-empty text, got 3"),
+        ("reward={model: a, batch: 3}", "reward.batch: unknown key; valid keys: model, micro_batch_tokens"),
+        ("reward={judge: {modle: a}}", "reward.judge.modle: unknown key; did you mean reward.judge.model? valid keys: model, "
+         "server, style, prompt_file, max_tokens, cache; reward.judge.model: is required; takes non-empty text"),
+        ("reward={judge: {model: a, style: xverify}}", "reward.judge.prompt_file: is required with style: xverify; its prompt "
+         "is licensed CC BY-NC-ND and not shipped, copy it from https://github.com/IAAR-Shanghai/xVerify into a text file"),
+        ("reward={judge: {model: a, server: {url: 'x:1'}}}", "reward.judge.server.url: takes an address that starts with "
+         "http:// or https://, got 'x:1'"),
+        ("reward=3", "reward: takes non-empty text or a mapping of model, micro_batch_tokens or a mapping of judge or null, "
+         "got 3"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_a_reward_are_named(override: str, expected: str):
+    assert message(override) == expected
 
 
 def test_settings_that_would_be_ignored_are_errors():

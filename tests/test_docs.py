@@ -41,6 +41,11 @@ SECTIONS: dict[str, type] = {
     "checkpoint": settings.Checkpoint,
     "log": settings.Log,
 }
+REWARDS: dict[str, tuple[str, type]] = {
+    "Reward models": ("reward", settings.RewardModel),
+    "Judges": ("reward.judge", settings.Judge),
+    "Servers of judges": ("reward.judge.server", settings.JudgeServer),
+}
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _HEADING = re.compile(r"^(#+) (.+)$", re.MULTILINE)
@@ -230,7 +235,8 @@ def test_every_recipe_key_is_documented_with_its_default() -> None:
     top = {f.name: default_of(f) for f in dataclasses.fields(RunConfig) if f.name not in named}
     assert {key: read(cells[1]) for key, cells in table(section(page, "Top level")).items()} == top
     families = {name: ("task", cls) for name, cls in TASKS.items()}
-    for title, (prefix, cls) in {**{name: (name, cls) for name, cls in SECTIONS.items()}, **families}.items():
+    sections = {name: (name, cls) for name, cls in SECTIONS.items()}
+    for title, (prefix, cls) in {**sections, **families, **REWARDS}.items():
         common = section(page, "Rows of data") if issubclass(cls, Rows) else ""
         documented = {key: read(cells[1]) for key, cells in table(common + section(page, title)).items()}
         real = {f"{prefix}.{f.name}": default_of(f) for f in dataclasses.fields(cls)}

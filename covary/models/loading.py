@@ -130,14 +130,7 @@ def load_model(name: str, *, device: str | torch.device = "cpu", trust_remote_co
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
             )
-    # transformers fills what a checkpoint lacks with random numbers, and only prints a report.
-    absent = sorted(map(str, report["missing_keys"])) + [str(key) for key in report["mismatched_keys"]]
-    if absent:
-        shown = ", ".join(absent[:3]) + (f" and {len(absent) - 3} more" if len(absent) > 3 else "")
-        raise UserError(f"model.name: {name!r} lacks weights that its configuration asks for: {shown}")
-    broken = next((n for n, p in model.named_parameters() if not p.isfinite().all()), None)
-    if broken is not None:
-        raise UserError(f"model.name: {name!r} has weights that are not finite ({broken})")
+    _check_weights(name, model, report)
     model = model.to(device).eval()
     with _explained(f"model.name: {name!r} is no architecture that covary can score"):
         difference = _head_difference(model)
@@ -147,6 +140,56 @@ def load_model(name: str, *, device: str | torch.device = "cpu", trust_remote_co
             f"(log-probs differ by {difference:.3g} nats from its projected hidden states)"
         )
     return model
+
+
+def load_classifier(name: str, *, device: str | torch.device = "cpu") -> nn.Module:
+    """A sequence classifier of one label (a reward model) in float32 and evaluation mode, from safetensors.
+
+    A model without a padding token gets the id -1, which no text has: transformers then reads the score of every row
+    at its last token, as it was trained, and refuses no batch.
+
+    Raises:
+        UserError: as `load_model`, or it has another number of labels.
+    """
+    from transformers import AutoModelForSequenceClassification
+
+    path = model_path(name)
+    if is_adapter(path) or path.endswith(".gguf"):
+        raise UserError(f"model.name: {name!r} is no sequence classifier in a Hugging Face folder")
+    check_labels(name, load_config(name))
+    with _explained(f"model.name: {name!r} could not be loaded"), no_library_bars():
+        model, report = AutoModelForSequenceClassification.from_pretrained(
+            path, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+        )
+    _check_weights(name, model, report)
+    if model.config.pad_token_id is None:
+        model.config.pad_token_id = -1
+    return model.to(device).eval().requires_grad_(False)
+
+
+def check_labels(name: str, config: Any) -> None:
+    """A reward is one number.
+
+    Raises:
+        UserError: the configuration is of a classifier with several labels, or of another kind of model.
+    """
+    if config.num_labels != 1:
+        kind = ", ".join(config.architectures or ()) or "a model"
+        raise UserError(
+            f"model.name: {name!r} is {kind} with {config.num_labels} labels; a reward model is a sequence classifier "
+            "with one (num_labels 1)"
+        )
+
+
+def _check_weights(name: str, model: nn.Module, report: dict[str, Any]) -> None:
+    # transformers fills what a checkpoint lacks with random numbers, and only prints a report.
+    absent = sorted(map(str, report["missing_keys"])) + [str(key) for key in report["mismatched_keys"]]
+    if absent:
+        shown = ", ".join(absent[:3]) + (f" and {len(absent) - 3} more" if len(absent) > 3 else "")
+        raise UserError(f"model.name: {name!r} lacks weights that its configuration asks for: {shown}")
+    broken = next((n for n, p in model.named_parameters() if not p.isfinite().all()), None)
+    if broken is not None:
+        raise UserError(f"model.name: {name!r} has weights that are not finite ({broken})")
 
 
 def generation_defaults(model: nn.Module) -> dict[str, Any]:
