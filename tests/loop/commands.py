@@ -36,7 +36,7 @@ def write_recipe(folder: Path, **changes: object) -> Path:
     for name, part in (("train", rows[4:]), ("test", rows[:4])):
         (data / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
     (folder / "reward.py").write_text(
-        "def score(completions):\n    return [sum(c.isupper() for c in x[0]['content']) / 6 for x in completions]\n"
+        "def score(completions):\n    return [sum(c.isupper() for c in x) / 6 for x in completions]\n"
     )
     recipe = {
         "steps": 6,

@@ -123,7 +123,7 @@ def score(completions):
     if (here / "hang").exists() and (here / "run" / "checkpoints" / "step-000002").exists():
         (here / "hangs").touch()
         time.sleep(600)
-    return [sum(c.isupper() for c in x[0]["content"]) / 6 for x in completions]
+    return [sum(c.isupper() for c in x) / 6 for x in completions]
 """
 
 
