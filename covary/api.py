@@ -38,6 +38,7 @@ from covary.jsonlines import read_jsonl
 from covary.lock import LOCK_FILE, run_lock
 from covary.log import Screen
 from covary.models.loading import (
+    SHIPPED,
     context_length,
     generation_defaults,
     load_config,
@@ -50,7 +51,7 @@ from covary.models.lora import add_lora, initial_policy, need_peft
 from covary.models.rewards import WithModel, build_model_reward
 from covary.prompts import Room, Template, TurnEnd, load_template, open_turn_end, prompt_group
 from covary.quantities import QUANTITIES
-from covary.rewards import EXTRACTORS, Grader, Reward, build_reward
+from covary.rewards import EXTRACTORS, GRADERS, Grader, Reward, build_reward
 from covary.rewards.reward import PooledReward
 from covary.rollout.dataset import DatasetRollout
 from covary.rollout.given import GivenRollout
@@ -160,7 +161,8 @@ def _from_anywhere(config: RunConfig) -> RunConfig:
     """Files of the task, rewards and model by absolute path, so that a resume works from another folder."""
 
     def absolute(text: Any) -> Any:
-        if not isinstance(text, str):
+        # A grader, template or shipped model keeps its meaning beside a file of its name.
+        if not isinstance(text, str) or text in {*GRADERS, *SHIPPED, "chat", "r1"}:
             return text
         file, colon, name = text.rpartition(":") if ".py:" in text else (text, "", "")
         return f"{Path(file).absolute()}{colon}{name}" if Path(file).exists() else text
@@ -175,6 +177,7 @@ def _from_anywhere(config: RunConfig) -> RunConfig:
         cache = str(Path(judge.cache).expanduser().absolute()) if judge.cache is not None else None
         return JudgeReward(replace(judge, model=model, prompt_file=absolute(judge.prompt_file), cache=cache))
 
+    given = config.rollout.file and replace(config.rollout.file, path=absolute(config.rollout.file.path))
     task = config.task
     files = [name for name in ("path", "test_path", "template") if isinstance(getattr(task, name, None), str)]
     return replace(
@@ -183,6 +186,7 @@ def _from_anywhere(config: RunConfig) -> RunConfig:
         reward=reward(config.reward),
         eval=replace(config.eval, reward=reward(config.eval.reward)),
         model=replace(config.model, name=absolute(config.model.name)),
+        rollout=replace(config.rollout, file=given),
     )
 
 

@@ -117,8 +117,10 @@ def _is_complete(folder: Path) -> bool:
     try:
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         files = [folder / "training.safetensors", *folder.glob("*model*.safetensors")]
-        return "progress" in state and len(files) > 1 and all(map(_has_its_length, files))
-    except (OSError, ValueError, TypeError):
+        described = any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
+        whole = state.keys() >= {"progress", "recipe", "rollout", "row"} and described and len(files) > 1
+        return whole and all(map(_has_its_length, files))
+    except (OSError, ValueError, TypeError, AttributeError):
         return False
 
 

@@ -22,6 +22,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,14 +30,29 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from covary.config import apply_overrides, load_recipe, validate
+from covary.config import RunConfig, apply_overrides, changed_keys, load_recipe, validate
 from covary.log import Screen
 from covary.types import RunError, UserError
 
+# Keys whose relative paths a run makes absolute.
+_PATHS = (
+    "out",
+    "model.name",
+    "reward",
+    "eval.reward",
+    "task.path",
+    "task.test_path",
+    "task.template",
+    "rollout.file.path",
+)
 _KEYS = ("recipe", "out", "seeds", "set", "grid", "points", "metric")
 # 97.5 % quantiles of Student's t for 1 to 30 degrees of freedom; 1.96 beyond.
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
       2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)  # fmt: skip
+
+
+Overrides = list[tuple[str, Any]]
+"""Keys and values of a recipe, later ones over earlier ones."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +62,7 @@ class Job:
     point: str
     seed: int
     folder: Path
-    overrides: dict[str, Any]
+    overrides: Overrides
     steps: int
 
 
@@ -80,40 +96,65 @@ def load_sweep(path: Path, recipe_path: Any) -> Sweep:
     seeds = data.get("seeds", [0])
     if not isinstance(seeds, list) or not seeds or not all(isinstance(seed, int) for seed in seeds):
         raise UserError(f"{path}: seeds: takes a list of integers, got {seeds!r}")
+    if len(set(seeds)) < len(seeds):
+        raise UserError(f"{path}: seeds: takes each seed once, got {seeds!r}")
+    for key in ("set", "grid", "points"):
+        if not isinstance(data.get(key) or {}, dict):
+            raise UserError(f"{path}: {key}: takes a mapping, got {data[key]!r}")
     recipe, out = recipe_path(data["recipe"]), Path(data["out"])
-    jobs = []
+    jobs: dict[Path, Job] = {}
     for point, overrides in _points(data, path):
         for seed in seeds:
             folder = out / f"{point}-seed{seed}".replace("/", "_")
-            settings = {**(data.get("set") or {}), **overrides, "seed": seed, "out": str(folder)}
+            if folder in jobs:
+                raise UserError(f"{path}: points {jobs[folder].point!r} and {point!r} would share the folder {folder}")
+            settings = [*(data.get("set") or {}).items(), *overrides, ("seed", seed), ("out", str(folder))]
             config = validate(_merged(load_recipe(recipe), settings), where=f"{path}, point {point}")
             if config.steps is None:
                 raise UserError(f"{path}, point {point}: a sweep needs steps, not epochs")
-            jobs.append(Job(point, seed, folder, settings, config.steps))
-    return Sweep(recipe, out, data["metric"], tuple(jobs))
+            _refuse_others(folder, config, point)
+            jobs[folder] = Job(point, seed, folder, settings, config.steps)
+    return Sweep(recipe, out, data["metric"], tuple(jobs.values()))
 
 
-def _points(data: Mapping[str, Any], path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _refuse_others(folder: Path, config: RunConfig, point: str) -> None:
+    """Refuse a run that is there under other settings: its numbers would be taken for this one's."""
+    recipe = folder / "config.yaml"
+    if not recipe.is_file():
+        return
+    before = validate(load_recipe(recipe), where=str(recipe))
+    changed = [key for key in changed_keys(before, config) if key not in _PATHS]
+    if changed:
+        raise UserError(
+            f"{folder} holds a run of point {point} with other settings ({', '.join(changed)}); move it away, or name "
+            "another out"
+        )
+
+
+def _points(data: Mapping[str, Any], path: Path) -> Iterator[tuple[str, Overrides]]:
+    """Names of the points, and what each overrides, in the order in which it applies."""
     grid, points = data.get("grid") or {}, data.get("points") or {"": {}}
+    for key in [*(data.get("set") or {}), *grid, *(key for own in points.values() for key in own or {})]:
+        if key in ("seed", "out"):
+            raise UserError(f"{path}: {key}: is set by the sweep; use seeds and out")
     for key, values in grid.items():
         if not isinstance(values, list) or not values:
             raise UserError(f"{path}: grid.{key}: takes a list of values, got {values!r}")
     for name, overrides in points.items():
         for values in itertools.product(*grid.values()):
             labels = [f"{key.rpartition('.')[2]}={_label(value)}" for key, value in zip(grid, values, strict=True)]
-            yield " ".join([*([name] if name else []), *labels]) or "run", {
-                **(overrides or {}), **dict(zip(grid, values, strict=True))
-            }  # fmt: skip
+            point = " ".join([*([str(name)] if name != "" else []), *labels]) or "run"
+            yield point, [*(overrides or {}).items(), *zip(grid, values, strict=True)]
 
 
 def _label(value: Any) -> str:
     if isinstance(value, Mapping):
-        return str(value.get("name", value))
+        return ",".join(_label(part) if key == "name" else f"{key}={_label(part)}" for key, part in value.items())
     return ",".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
 
 
-def _merged(recipe: dict[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    return apply_overrides(recipe, [f"{key}={json.dumps(value)}" for key, value in settings.items()])
+def _merged(recipe: dict[str, Any], settings: Overrides) -> dict[str, Any]:
+    return apply_overrides(recipe, [f"{key}={json.dumps(value)}" for key, value in settings])
 
 
 def run_sweep(sweep: Sweep, cores: int, threads: int, screen: Screen) -> list[str]:
@@ -167,7 +208,7 @@ def _start(sweep: Sweep, job: Job, threads: int) -> subprocess.Popen:
     if (job.folder / "config.yaml").is_file():
         command += ["--resume", str(job.folder)]
     else:
-        command += [str(sweep.recipe), *(f"{key}={json.dumps(value)}" for key, value in job.overrides.items())]
+        command += [str(sweep.recipe), *(f"{key}={json.dumps(value)}" for key, value in job.overrides)]
     _output(job).parent.mkdir(parents=True, exist_ok=True)
     with open(_output(job), "a", encoding="utf-8") as output:
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
@@ -207,12 +248,17 @@ def write_results(sweep: Sweep, screen: Screen) -> list[str]:
         if row is None:
             continue
         if row.get(sweep.metric) is None:
-            raise UserError(f"metric: {sweep.metric} is not in the last row of {job.folder}; it has {', '.join(row)}")
+            screen.say(
+                f"warning: {job.folder} has no {sweep.metric} in its last row and is left out; it has {', '.join(row)}"
+            )
+            continue
         point = results.setdefault(job.point, {"seeds": [], "values": [], "curves": []})
         point["seeds"].append(job.seed)
         point["values"].append(row[sweep.metric])
         point["curves"].append([[r["step"], r[sweep.metric]] for r in _rows(job) if r.get(sweep.metric) is not None])
-    first = next(iter(results), "")
+    if not results:
+        raise UserError(f"metric: {sweep.metric} is in the last row of no run")
+    first = next(iter(results))
     header = f"| point | {sweep.metric} | 95 % interval | standard deviation | seeds | against {first}, by seed |"
     lines = [header, "|---|---|---|---|---|---|"]
     for name, point in results.items():
@@ -221,8 +267,8 @@ def write_results(sweep: Sweep, screen: Screen) -> list[str]:
         pair = _paired(point, results[first]) if name != first else None
         point |= {"difference": pair[0], "half_interval_of_difference": pair[2]} if pair else {}
         lines.append(
-            f"| {name} | {average:.3f} | {average - half:.3f} to {average + half:.3f} | {deviation:.3f} "
-            f"| {len(point['seeds'])} | {f'{pair[0]:+.3f} ± {pair[2]:.3f}' if pair else ''} |"
+            f"| {name} | {average:.4g} | {average - half:.4g} to {average + half:.4g} | {deviation:.3g} "
+            f"| {len(point['seeds'])} | {f'{pair[0]:+.3g} ± {pair[2]:.2g}' if pair else ''} |"
         )
     (sweep.out / "results.json").write_text(json.dumps({"metric": sweep.metric, "points": results}, indent=1) + "\n")
     (sweep.out / "table.md").write_text("\n".join(lines) + "\n")
@@ -247,8 +293,10 @@ def _plot(sweep: Sweep, results: Mapping[str, Mapping[str, Any]], screen: Screen
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
     for name, point in results.items():
-        steps = [step for step, _ in point["curves"][0]]
-        columns = list(zip(*([value for _, value in curve] for curve in point["curves"]), strict=True))
+        at: dict[int, list[float]] = defaultdict(list)  # a run may lack the metric at a step
+        for step, value in (pair for curve in point["curves"] for pair in curve):
+            at[step].append(value)
+        steps, columns = sorted(at), [at[step] for step in sorted(at)]
         centre = [mean(values) for values in columns]
         half = [interval(values)[2] if len(values) > 1 else 0.0 for values in columns]
         (line,) = axes.plot(steps, centre, label=name, marker="o", markersize=3)

@@ -85,7 +85,7 @@ def page(
     rollout = recipe["rollout"]
     return f"""# SmolLM2-135M-Instruct on Reasoning Gym
 
-`covary train {RECIPE}`: GVPO (k = {rollout["completions"]}, {rollout["prompts"]} prompts a step, {len(steps)} steps, full fine-tuning in float32), rewarded by Reasoning
+`covary train {RECIPE}`: GVPO (k = {rollout["completions"]}, {rollout["prompts"]} prompts a step, {len(steps)} steps, full fine-tuning, bfloat16 autocast over float32 weights), rewarded by Reasoning
 Gym's own scorers on the last number of each answer. No question of test occurs in training.
 
 Held-out questions, {samples} samples each at temperature 1, before → after; the difference is paired by question, with its 95 % interval:

@@ -271,7 +271,7 @@ def test_unknown_names_of_algorithms_and_tasks():
         f"algorithm.name: unknown algorithm 'gpvo'; did you mean gvpo? valid names: {', '.join(ALGORITHMS)}, or your own as path/to/file.py:Class"
     )
     assert message("task.name=json") == (
-        "task.name: unknown task 'json'; did you mean jsonl? valid names: reasoning_gym, jsonl, parquet, hub, or your own as path/to/file.py:Class"
+        "task.name: unknown task 'json'; did you mean jsonl? valid names: reasoning_gym, jsonl, parquet, hub, benchmark, or your own as path/to/file.py:Class"
     )
     assert message("algorithm.name=zzz") == (
         f"algorithm.name: unknown algorithm 'zzz'; valid names: {', '.join(ALGORITHMS)}, or your own as path/to/file.py:Class"

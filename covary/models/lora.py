@@ -177,4 +177,4 @@ def merge_adapter(model: nn.Module, path: str) -> nn.Module:
             f"model.name: the adapter {path} cannot be merged into its model: log-probs would change by "
             f"{difference:.3g} nats (does it adapt embeddings that the output projection shares?)"
         )
-    return merged
+    return merged.requires_grad_(True)  # peft froze the model that it loaded the adapter into

@@ -6,7 +6,7 @@ log-prob is scored anew under the current old policy, as every row's is.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -37,7 +37,11 @@ class ReplayRollout:
         Raises:
             ValueError: a plan asks for anything but samples of the policy.
         """
-        replayed = [self._draw(group.example.id, seed) for group in groups]
+        seen: Counter[str] = Counter()  # a prompt that recurs in a batch draws anew
+        replayed = []
+        for group in groups:
+            replayed.append(self._draw(group.example.id, derive_seed(seed, seen[group.example.id])))
+            seen[group.example.id] += 1
         fewer = [fewer_fresh(plan, len(past)) for plan, past in zip(plans, replayed, strict=True)]
         fresh = self.inner.generate(fewer, groups, sampling, seed)
         return [

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from covary.sweep import _paired, interval, load_sweep
+from covary.types import UserError
 from tests.cli.test_cli import call, model, recipe  # noqa: F401  (fixtures)
 
 
@@ -59,7 +60,7 @@ def test_a_sweep_runs_resumes_and_tabulates(call, recipe, tmp_path):  # noqa: F8
             json.loads((folder / f"{name}-seed{seed}" / "metrics.jsonl").read_text().splitlines()[-1]) for seed in (1,)
         ]
         assert point["values"] == [row["eval/chain_sum/reward"] for row in last]
-        assert f"| {name} | {point['mean']:.3f} |" in out
+        assert f"| {name} | {point['mean']:.4g} |" in out
     assert (folder / "plot.png").stat().st_size > 1000
     config = yaml.safe_load((folder / "beta=0.3-seed1" / "config.yaml").read_text())
     assert (config["seed"], config["algorithm"]["beta"]) == (1, 0.3)
@@ -79,6 +80,24 @@ def test_a_sweep_runs_resumes_and_tabulates(call, recipe, tmp_path):  # noqa: F8
     code, out, err = call("sweep", "sweep.yaml", "--cores", "2", "--quiet")
     assert code == 0, err
     assert "2 runs, 2 of them done before" in out
+
+
+def test_points_are_told_apart_and_override_what_all_share(recipe, tmp_path):  # noqa: F811
+    algorithms = [{"name": "gvpo", "beta": 0.01}, {"name": "gvpo", "beta": 10.0}]
+    write(tmp_path / "sweep.yaml", grid={"algorithm": algorithms}, set={"algorithm.beta": 0.5})
+    sweep = load_sweep(tmp_path / "sweep.yaml", lambda name: tmp_path / name)
+    assert [job.point for job in sweep.jobs] == ["algorithm=gvpo,beta=0.01", "algorithm=gvpo,beta=10.0"]
+    points = {"p": {"algorithm": {"name": "gvpo", "terms": ["covariance"]}, "algorithm.beta": 0.7}}
+    write(tmp_path / "sweep.yaml", grid={}, points=points, set={"algorithm.beta": 0.1})
+    (job,) = load_sweep(tmp_path / "sweep.yaml", lambda name: tmp_path / name).jobs
+    keys = [key for key, _ in job.overrides]
+    assert keys.index("algorithm") < len(keys) - 1 - keys[::-1].index("algorithm.beta")
+
+    # A run that is there was made with other settings.
+    job.folder.mkdir(parents=True)
+    (job.folder / "config.yaml").write_text((tmp_path / "recipe.yaml").read_text())
+    with pytest.raises(UserError, match=r"holds a run of point p with other settings \(.*algorithm.beta"):
+        load_sweep(tmp_path / "sweep.yaml", lambda name: tmp_path / name)
 
 
 def test_an_interrupted_sweep_waits_for_its_runs_to_save(call, recipe, tmp_path, monkeypatch):  # noqa: F811
@@ -123,6 +142,11 @@ def test_a_terminated_sweep_stops_its_runs(call, recipe, tmp_path, monkeypatch):
         ({"grid": {"algorithm.bta": [3]}}, "point bta=3: algorithm.bta: unknown key; did you mean algorithm.beta"),
         ({"points": {"g": {"algorithm": {"name": "gpro"}}}, "grid": {}}, "point g: algorithm.name: unknown algorithm"),
         ({"metric": None}, "metric: is required"),
+        ({"seeds": [1, 1]}, "seeds: takes each seed once"),
+        ({"grid": {"seed": [1, 2]}}, "seed: is set by the sweep"),
+        ({"grid": ["algorithm.beta"]}, "grid: takes a mapping"),
+        ({"grid": {"algorithm.beta": [0.1, 0.10]}}, "points 'beta=0.1' and 'beta=0.1' would share the folder"),
+        ({"grid": {}, "points": {"a/b": {}, "a_b": {}}}, "points 'a/b' and 'a_b' would share the folder"),
     ],
 )
 def test_mistakes_are_told_before_anything_runs(call, recipe, tmp_path, changes, message):  # noqa: F811

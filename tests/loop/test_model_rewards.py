@@ -103,10 +103,10 @@ def test_xverify_is_sent_the_users_copy_of_its_prompt(tmp_path: Path, monkeypatc
         metrics = covary.evaluate(str(save_random_model(tmp_path / "m")), Sums(), max_tokens=4, reward={"judge": judge})
         monkeypatch.delenv("JUDGE_KEY")
         with pytest.raises(UserError, match=r"^reward.judge.server.api_key: .* JUDGE_KEY is not set"):
-            covary.evaluate(str(tmp_path / "m"), Sums(), reward={"judge": judge})
+            covary.evaluate(str(tmp_path / "m"), Sums(), max_tokens=4, reward={"judge": judge})
         prompt.write_text("Output: {output}")
         with pytest.raises(UserError, match=r"^reward.judge.prompt_file: .* lacks \{question\}"):
-            covary.evaluate(str(tmp_path / "m"), Sums(), reward={"judge": judge})
+            covary.evaluate(str(tmp_path / "m"), Sums(), max_tokens=4, reward={"judge": judge})
     assert len(got) == 8  # 4 questions, one sampled and one greedy completion
     first = min(g["messages"][0]["content"] for g in got)
     assert first.startswith("Question: 0 + 0 =\nOutput: ")

@@ -153,7 +153,15 @@ def test_a_second_signal_stops_at_once(tmp_path, number, code):
     assert [row["step"] for row in metrics(tmp_path / "run")] == list(range(7))
 
 
-def test_a_stop_during_the_first_evaluation_and_in_the_last_step(tmp_path, monkeypatch):
+@pytest.fixture
+def heard_signals():
+    """A shell has a job in the background ignore SIGINT, and an ignored signal stays ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_stop_during_the_first_evaluation_and_in_the_last_step(tmp_path, monkeypatch, heard_signals):
     """Nothing is skipped or repeated, and the file holds no row without its evaluation."""
     import sys
 
