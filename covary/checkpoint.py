@@ -118,9 +118,9 @@ def _is_complete(folder: Path) -> bool:
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         files = [folder / "training.safetensors", *folder.glob("*model*.safetensors")]
         described = any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
-        whole = state.keys() >= {"progress", "recipe", "rollout", "row"} and described and len(files) > 1
+        whole = isinstance(state, dict) and "progress" in state and described and len(files) > 1
         return whole and all(map(_has_its_length, files))
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (OSError, ValueError, TypeError):
         return False
 
 

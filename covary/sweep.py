@@ -149,7 +149,8 @@ def _points(data: Mapping[str, Any], path: Path) -> Iterator[tuple[str, Override
 
 def _label(value: Any) -> str:
     if isinstance(value, Mapping):
-        return ",".join(_label(part) if key == "name" else f"{key}={_label(part)}" for key, part in value.items())
+        own = [f"{key}={_label(part)}" for key, part in value.items() if key != "name"]
+        return ",".join([*([str(value["name"])] if "name" in value else []), *own])
     return ",".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
 
 
