@@ -8,7 +8,7 @@ quickstart: .venv/installed
 	$(BIN)/covary train recipes/quickstart.yaml out=runs/quickstart-$$(date +%Y%m%d-%H%M%S)
 
 test: .venv/installed-dev lint types imports
-	$(BIN)/python -m pytest -q --durations=8
+	$(BIN)/python -m pytest -q -n 2 --durations=8
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .
