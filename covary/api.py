@@ -417,28 +417,47 @@ def resolve(config: RunConfig, function: Callable[..., object] | None = None) ->
 def read_given(path: str, examples: Sequence[Example]) -> dict[str, list[str]]:
     """Completions of a JSONL file by example id; a row names its example by `id` or by the question's text (`prompt`).
 
+    Rows of other questions are left out: of a whole data set's file, some questions are held out or cut off.
+
     Raises:
-        UserError: a row that names no training example or holds no text, with file and line.
+        UserError: no row names a training example, or one holds no text, with file and line.
     """
-    ids = {example.id: example.id for example in examples}
-    texts = {
-        example.prompt if isinstance(example.prompt, str) else example.prompt[-1]["content"]: example.id
-        for example in examples
-    }
+    ids = {example.id for example in examples}
+    texts = {text: example.id for example in examples for text in _question_texts(example)}
     given: dict[str, list[str]] = {}
+    others: list[int] = []
     for number, row in read_jsonl(path):
         where = f"{path}, line {number}"
-        id = ids.get(row.get("id")) or texts.get(row.get("prompt"))  # pyright: ignore[reportArgumentType]
+        named = str(row.get("id"))
+        id = named if named in ids else texts.get(_last_text(row.get("prompt")))
         if id is None:
-            raise UserError(f"{where}: neither its id nor its prompt is a training example's")
+            others.append(number)
+            continue
         completions = row.get("completion")
         completions = [completions] if isinstance(completions, str) else completions
         if not isinstance(completions, list) or not completions or not all(isinstance(c, str) for c in completions):
             raise UserError(f"{where}: needs a column completion, a text or a list of texts")
         given.setdefault(id, []).extend(completions)
+    if others and not given:
+        raise UserError(
+            f"{path}, line {others[0]}: neither its id nor its prompt is a training example's, and so in every line"
+        )
     if not given:
         raise UserError(f"{path}: holds no completion")
     return given
+
+
+def _question_texts(example: Example) -> set[str]:
+    """The question as the data have it, and as the prompt asks it."""
+    texts = (_last_text(prompt) for prompt in (example.given_prompt, example.prompt))
+    return {text for text in texts if text is not None}
+
+
+def _last_text(prompt: Any) -> str | None:
+    """A text, or that of a conversation's last message; None of anything else."""
+    if isinstance(prompt, list) and prompt and isinstance(prompt[-1], Mapping):
+        prompt = prompt[-1].get("content")
+    return prompt if isinstance(prompt, str) else None
 
 
 def _rollout(config: RunConfig, sampler: RolloutEngine, given: dict[str, list[str]], tokenizer: Any) -> RolloutEngine:
@@ -461,6 +480,8 @@ def build(resolved: Resolved, screen: Screen) -> Run:
     )
     for line in [*warnings_for(config), *task.notes]:
         screen.say(f"note: {line}")
+    if resolved.given:
+        screen.say(f"note: rollout.file has completions for {len(resolved.given)} of {len(task.train)} training rows")
     device = pick_device(config.engine.device)
     for reward in (resolved.reward, resolved.eval_reward):
         if isinstance(reward, WithModel):

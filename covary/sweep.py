@@ -45,6 +45,7 @@ _PATHS = (
     "task.template",
     "rollout.file.path",
 )
+_LONGEST_NAME = 250  # bytes that file systems take, less the ending of the log beside a folder
 _KEYS = ("recipe", "out", "seeds", "set", "grid", "points", "metric")
 # 97.5 % quantiles of Student's t for 1 to 30 degrees of freedom; 1.96 beyond.
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
@@ -101,11 +102,18 @@ def load_sweep(path: Path, recipe_path: Any) -> Sweep:
     for key in ("set", "grid", "points"):
         if not isinstance(data.get(key) or {}, dict):
             raise UserError(f"{path}: {key}: takes a mapping, got {data[key]!r}")
+    for name, own in (data.get("points") or {}).items():
+        if not isinstance(own or {}, dict):
+            raise UserError(f"{path}: points.{name}: takes a mapping of keys to values, got {own!r}")
     recipe, out = recipe_path(data["recipe"]), Path(data["out"])
     jobs: dict[Path, Job] = {}
     for point, overrides in _points(data, path):
         for seed in seeds:
             folder = out / f"{point}-seed{seed}".replace("/", "_")
+            if len(folder.name.encode()) > _LONGEST_NAME or "\0" in folder.name:
+                raise UserError(
+                    f"{path}: point {point[:60]!r}... makes no folder name (at most {_LONGEST_NAME} bytes); use points"
+                )
             if folder in jobs:
                 raise UserError(f"{path}: points {jobs[folder].point!r} and {point!r} would share the folder {folder}")
             settings = [*(data.get("set") or {}).items(), *overrides, ("seed", seed), ("out", str(folder))]

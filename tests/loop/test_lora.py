@@ -138,6 +138,7 @@ def test_evaluating_and_training_on_from_a_lora_run(tmp_path: Path) -> None:
     with torch.no_grad():
         torch.testing.assert_close(more.model(ids).logits, trained.model(ids).logits, rtol=0, atol=1e-4)
     chained = load_model(str(again / "run" / "checkpoints" / "step-000001"))
+    assert all(parameter.requires_grad for parameter in chained.parameters())  # merged, and to be trained as a whole
     with torch.no_grad():
         torch.testing.assert_close(chained(ids).logits, trained.model(ids).logits, rtol=0, atol=1e-4)
 

@@ -7,6 +7,7 @@ import json
 import pytest
 
 import covary
+from covary.api import read_given
 from covary.rollout.given import GivenRollout
 from covary.rollout.replay import ReplayRollout
 from covary.types import Completion, Example, Group, Request, Sampling, UserError
@@ -177,6 +178,29 @@ def test_mistakes(tmp_path, rollout, algorithm, message):
     with pytest.raises(UserError, match=message):
         run(tmp_path, algorithm={"name": algorithm}, rollout=rollout, optimizer={})
     assert not (tmp_path / "run").exists()
+
+
+def test_rows_of_a_file_find_their_examples_and_others_are_left_out(tmp_path):
+    chat = [{"role": "user", "content": "Answer: 1 + 1 ="}]
+    examples = [Example("3", "2 + 2 ="), Example("b", chat, given_prompt="1 + 1 =")]
+    rows = [
+        {"id": 3, "completion": "4"},
+        {"id": "elsewhere", "prompt": "1 + 1 =", "completion": ["2"]},
+        {"prompt": chat, "completion": "two"},
+        {"id": [1], "prompt": {"no": "text"}, "completion": "x"},
+        {"prompt": "a held-out question", "completion": "x"},
+    ]
+    (tmp_path / "g.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_given(str(tmp_path / "g.jsonl"), examples) == {"3": ["4"], "b": ["2", "two"]}
+
+
+def test_a_prompt_that_recurs_in_a_batch_draws_its_history_anew():
+    engine = ReplayRollout(Counting(), history=1, size=50)
+    for seed in range(10):
+        step(engine, seed)
+    group = Group(Example("a", "q"), {"prompt": [1]})
+    drawn = engine.generate([[Request(4)]] * 8, [group] * 8, Sampling(4), 99)
+    assert len({made.completions[-1].text for made in drawn}) > 1
 
 
 def test_a_file_that_names_no_example(tmp_path):

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 import covary
+from covary.api import _from_anywhere
 from covary.checkpoint import Checkpoint, checkpoints, latest, save
+from covary.config import validate
 from covary.train import Sampler, Schedule, planned_steps
 from covary.types import Example, RunError, UserError
 from tests.loop.mini import Sums, comparable, metrics, rollouts, run, vowels
@@ -295,6 +297,27 @@ def write_checkpoint(folder, step: int, keep_last: int = -1) -> Path:
         folder, step, model=model, tokenizer=byte_tokenizer(), engine_state=state, state={"progress": {}},
         keep_last=keep_last,
     )  # fmt: skip
+
+
+def test_a_checkpoint_without_a_configuration_is_no_checkpoint(tmp_path):
+    """transformers would make up a model of default size in its place."""
+    write_checkpoint(tmp_path, 1)
+    newest = write_checkpoint(tmp_path, 2)
+    (newest / "config.json").unlink()
+    assert latest(tmp_path).step == 1
+
+
+def test_a_file_named_like_a_shipped_model_changes_no_recipe(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("tiny", "math", "chat"):
+        (tmp_path / name).mkdir()
+    config = validate(
+        {"steps": 1, "algorithm": {"name": "gvpo"}, "reward": "math",
+         "task": {"name": "jsonl", "path": "x.jsonl", "template": "chat"}},
+        where="test",
+    )  # fmt: skip
+    fixed = _from_anywhere(config)
+    assert (fixed.model.name, fixed.reward, fixed.task.template) == ("tiny", "math", "chat")
 
 
 def test_checkpoints_are_ordered_by_number_and_other_names_ignored(tmp_path):
