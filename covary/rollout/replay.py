@@ -40,7 +40,8 @@ class ReplayRollout:
         seen: Counter[str] = Counter()  # a prompt that recurs in a batch draws anew
         replayed = []
         for group in groups:
-            replayed.append(self._draw(group.example.id, derive_seed(seed, seen[group.example.id])))
+            again = seen[group.example.id]
+            replayed.append(self._draw(group.example.id, derive_seed(seed, again) if again else seed))
             seen[group.example.id] += 1
         fewer = [fewer_fresh(plan, len(past)) for plan, past in zip(plans, replayed, strict=True)]
         fresh = self.inner.generate(fewer, groups, sampling, seed)
