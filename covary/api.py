@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
 import random
@@ -40,6 +41,7 @@ from covary.log import Screen
 from covary.models.loading import (
     SHIPPED,
     context_length,
+    fingerprint,
     generation_defaults,
     load_config,
     load_model,
@@ -240,14 +242,13 @@ def _continue(
 ) -> Trained:
     path = folder / "config.yaml"
     checkpoints.drop_partial(folder)
-    last = checkpoints.latest(folder)
-    broken = checkpoints.broken(folder)
-    if broken and last is None:
+    last, complaints = checkpoints.newest_sound(folder)
+    if complaints and last is None:
         raise UserError(
-            f"--resume: {broken[-1]} is damaged and {folder} has no other checkpoint; remove it to start from step 0"
+            f"--resume: {complaints[-1]}, and {folder} has no other checkpoint; remove it to start from step 0"
         )
-    for damaged in broken:
-        screen.say(f"note: {damaged} is damaged or half written, and left aside")
+    for complaint in complaints:
+        screen.say(f"note: {complaint}, and left aside")
     written = load_recipe(path)
     data = apply_overrides(merge(written, sections), list(overrides))
     config = validate(data, where=str(path))
@@ -266,12 +267,22 @@ def _continue(
         screen.say("note: the learning rate follows the new number of steps from here on, so it may jump")
     config = replace(config, out=str(folder))
     resolved = resolve(config, function)
-    if last is not None and last.state().get("data") != resolved.fingerprint:
-        raise UserError(f"--resume: the task's training rows are not those of {folder}; a resume needs the same data")
+    stored = last.state()["fingerprints"] if last is not None else {}
+    _refuse_changed(folder, stored, resolved.fingerprints)  # what can be told without the model first
     run = build(resolved, screen)
+    _refuse_changed(folder, stored, run.fingerprints)
     with _way_on(folder):
         replace_file(path, to_yaml(config))
     return run_and_close(run, last)
+
+
+def _refuse_changed(folder: Path, stored: Mapping[str, str], found: Mapping[str, str]) -> None:
+    changed = [what for what, digest in found.items() if what in stored and stored[what] != digest]
+    if changed:
+        raise UserError(
+            f"--resume: {' and '.join(changed)} changed since the last checkpoint of {folder}; a resume needs what the "
+            "run had"
+        )
 
 
 @contextmanager
@@ -310,8 +321,8 @@ class Resolved:
     sampling: Sampling
     eval_sampling: Sampling
     given: dict[str, list[str]]
-    fingerprint: str
-    """Of the training rows: what a resume must find again."""
+    fingerprints: dict[str, str]
+    """Of what a resume must find again, by what a person calls it."""
 
     @property
     def models(self) -> set[str]:
@@ -375,7 +386,7 @@ class Survey:
         digest = hashlib.blake2b(digest_size=16)
         rewarded, without = False, None
         for example in examples:
-            digest.update(repr((example.id, example.prompt, example.answer)).encode("utf-8", "surrogatepass"))
+            digest.update(_canonical(vars(example)))
             rewarded = rewarded or example.rewards is not None
             if without is None and not example.completions:
                 without = example.id
@@ -390,6 +401,7 @@ def resolve(config: RunConfig, function: Callable[..., object] | None = None) ->
     """
     if config.model.lora is not None:
         need_peft("model.lora")
+    rollout, eval_ = config.rollout, config.eval
     task: Task = load_task(config.task)
     if not task.train:
         raise UserError(f"task: {task.name} has no training rows")
@@ -397,8 +409,11 @@ def resolve(config: RunConfig, function: Callable[..., object] | None = None) ->
     template = load_template(getattr(config.task, "template", None) or algorithm.template)
     _check_needs(config, template)
     survey = Survey.of(task.train)
+    given = read_given(rollout.file.path, task.train) if rollout.file else {}
+    fingerprints = {"the task's training rows": survey.fingerprint, "the prompt template": _digest(vars(template))}
+    if given:
+        fingerprints["rollout.file"] = _digest(given)
     reward, eval_reward = _rewards(config, task, survey, function)
-    rollout, eval_ = config.rollout, config.eval
     stop = (*rollout.stop, *([template.stop] if template.stop else []))
     return Resolved(
         config,
@@ -409,9 +424,18 @@ def resolve(config: RunConfig, function: Callable[..., object] | None = None) ->
         Sampling(rollout.max_tokens, rollout.temperature, stop),
         # A trace's stop string is no end of an answer.
         Sampling(eval_.max_tokens or rollout.max_tokens, eval_.temperature, rollout.stop),
-        read_given(rollout.file.path, task.train) if rollout.file else {},
-        survey.fingerprint,
+        given,
+        fingerprints,
     )
+
+
+def _canonical(value: Any) -> bytes:
+    """Bytes that are equal for equal values of JSON's kinds; of another object its kind alone, whose text may hold an address."""
+    return json.dumps(value, skipkeys=True, default=lambda other: type(other).__name__).encode()
+
+
+def _digest(value: Any) -> str:
+    return hashlib.blake2b(_canonical(value), digest_size=16).hexdigest()
 
 
 def read_given(path: str, examples: Sequence[Example]) -> dict[str, list[str]]:
@@ -496,6 +520,9 @@ def build(resolved: Resolved, screen: Screen) -> Run:
     if defaults := generation_defaults(model):
         listed = ", ".join(f"{key} {value}" for key, value in defaults.items())
         screen.say(f"note: the model's generation defaults ({listed}) are ignored: samples come from the policy itself")
+    fingerprints = dict(resolved.fingerprints)
+    if config.model.lora is not None or "initial" in resolved.models:  # else a checkpoint replaces all of it
+        fingerprints["the model of model.name"] = fingerprint(model)
     if config.model.lora is not None:
         add_lora(model, config.model.lora, model_path(config.model.name))
     autocast = torch.bfloat16 if config.engine.autocast == "bfloat16" else None
@@ -561,7 +588,7 @@ def build(resolved: Resolved, screen: Screen) -> Run:
         shown_samples=config.log.samples,
         seed=config.seed,
         recipe=to_dict(config),
-        data=resolved.fingerprint,
+        fingerprints=fingerprints,
         screen=screen,
         doctor=_doctor(resolved, tokenizer, sampler.end_ids),
         tracker=_tracker(config, screen),
@@ -622,6 +649,7 @@ def model_of_run(name: str) -> str:
         last = checkpoints.latest(folder)
         if last is None:
             raise UserError(f"{folder} has no complete checkpoint under checkpoints/")
+        last.refuse_changed()
         return str(last.folder)
     return name
 

@@ -7,6 +7,7 @@ exported directly) or the adapter as peft writes it, `training.safetensors` (opt
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -29,6 +30,8 @@ _NAME = re.compile(r"step-(\d+)")
 PARTIAL = ".partial"
 _PICKLE = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 _ADAPTER = "adapter_model.safetensors"
+_SUMS = "SHA256SUMS"  # the format of `sha256sum`, which checks it with -c
+_STATE = {"step", "progress", "random", "recipe", "fingerprints", "rollout", "doctor", "metrics_position", "row"}
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,22 @@ class Checkpoint:
         """Optimizer tensors and random states."""
         return load_file(self.folder / "training.safetensors")
 
+    def changed(self) -> list[str]:
+        """Names of files whose content is not what was written. Reads all of them."""
+        return [name for name, digest in _sums(self.folder).items() if not _holds(self.folder / name, digest)]
+
+    def refuse_changed(self) -> None:
+        """A model that is not the one that was trained must not pass for it.
+
+        Raises:
+            UserError: a file's content is not what was written.
+        """
+        if changed := self.changed():
+            raise UserError(
+                f"{self.folder} is damaged: {', '.join(changed)} changed since it was written (`sha256sum -c {_SUMS}` "
+                "there shows it); name another checkpoint's folder"
+            )
+
 
 def checkpoints(run_folder: Path) -> list[Checkpoint]:
     """Complete checkpoints of a run, oldest first, by number; other names and damaged ones are ignored.
@@ -76,6 +95,17 @@ def checkpoints(run_folder: Path) -> list[Checkpoint]:
 def broken(run_folder: Path) -> list[Path]:
     """Folders that are named like checkpoints and are not complete."""
     return [checkpoint.folder for checkpoint in _named(run_folder) if not _is_complete(checkpoint.folder)]
+
+
+def newest_sound(run_folder: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest checkpoint that holds what was written, and what is wrong with those that were passed over."""
+    complaints = [f"{folder} is damaged or half written" for folder in broken(run_folder)]
+    for checkpoint in reversed(checkpoints(run_folder)):
+        changed = checkpoint.changed()
+        if not changed:
+            return checkpoint, complaints
+        complaints.append(f"{checkpoint.folder} is damaged ({', '.join(changed)} changed since it was written)")
+    return None, complaints
 
 
 def drop_partial(run_folder: Path) -> None:
@@ -113,15 +143,47 @@ def _named(run_folder: Path) -> list[Checkpoint]:
 
 
 def _is_complete(folder: Path) -> bool:
-    """Whether the state can be read and every tensor file has the length that its header says."""
+    """Whether every file is there, the state has what a resume needs, and tensor files have the length that their header says."""
     try:
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        files = [folder / "training.safetensors", *folder.glob("*model*.safetensors")]
-        described = any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
-        whole = isinstance(state, dict) and "progress" in state and described and len(files) > 1
-        return whole and all(map(_has_its_length, files))
+        files = [folder / name for name in _sums(folder)]
+        match = _NAME.fullmatch(folder.name)
+        whole = match is not None and isinstance(state, dict) and state.keys() >= _STATE
+        return (
+            whole
+            and state["step"] == int(match[1])
+            and folder / "state.json" in files
+            and all(path.is_file() for path in files)
+            and all(_has_its_length(path) for path in files if path.suffix == ".safetensors")
+        )
     except (OSError, ValueError, TypeError):
         return False
+
+
+def _sums(folder: Path) -> dict[str, str]:
+    """SHA-256 by file name.
+
+    Raises:
+        OSError: there is no list.
+        ValueError: a line of it is none.
+    """
+    lines = (folder / _SUMS).read_text(encoding="utf-8").splitlines()
+    pairs = [line.split("  ", 1) for line in lines]
+    if not pairs or any(len(pair) != 2 or len(pair[0]) != 64 for pair in pairs):
+        raise ValueError(f"{folder / _SUMS} is damaged")
+    return {name: digest for digest, name in pairs}
+
+
+def _holds(path: Path, digest: str) -> bool:
+    try:
+        return _sha256(path) == digest
+    except OSError:
+        return False
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _has_its_length(path: Path) -> bool:
@@ -152,7 +214,7 @@ def save(
         model: the policy (its configuration is written with the weights).
         tokenizer: written beside it.
         engine_state: `TrainEngine.state_dict()`.
-        state: plain JSON values.
+        state: plain JSON values: `progress`, `recipe`, `fingerprints`, `rollout`, `doctor`, `metrics_position`, `row`.
         keep_last: newest checkpoints to keep; -1 keeps all.
 
     Raises:
@@ -180,6 +242,8 @@ def save(
         (partial / "state.json").write_text(
             json.dumps({**state, "step": step, "random": _random_numbers()}), encoding="utf-8"
         )
+        names = sorted(path.relative_to(partial).as_posix() for path in partial.rglob("*") if path.is_file())
+        (partial / _SUMS).write_text("".join(f"{_sha256(partial / n)}  {n}\n" for n in names), encoding="utf-8")
         for path in partial.rglob("*"):
             path.chmod(0o644)  # safetensors makes files for their owner alone
             _sync(path)

@@ -14,7 +14,7 @@ from covary.models.loading import load_model, load_tokenizer
 from covary.models.lora import is_adapter
 from covary.types import UserError
 
-OURS = ("training.safetensors", "state.json")
+OURS = ("training.safetensors", "state.json", "SHA256SUMS")
 
 
 def export(run_folder: Path, out: Path, step: int | None = None) -> Path:
@@ -26,7 +26,7 @@ def export(run_folder: Path, out: Path, step: int | None = None) -> Path:
         step: which checkpoint; None: the newest.
 
     Raises:
-        UserError: no such checkpoint, `out` holds something, or an adapter cannot be merged.
+        UserError: no such checkpoint, or it is damaged, `out` holds something, or an adapter cannot be merged.
     """
     chosen = checkpoints.latest(run_folder)
     if chosen is None:
@@ -36,6 +36,7 @@ def export(run_folder: Path, out: Path, step: int | None = None) -> Path:
         if step not in found:
             raise UserError(f"--step: {run_folder} has checkpoints of steps {', '.join(map(str, found))}, not {step}")
         chosen = found[step]
+    chosen.refuse_changed()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"--out: {out} exists and is not an empty folder")
     if run_folder.resolve() in out.resolve().parents:

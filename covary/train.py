@@ -101,7 +101,7 @@ class Run:
         same_temperature: rollouts and scores use one temperature, so live scores watch the sampler.
         reduce: sum over ranks.
         recipe: stored in every checkpoint; a resume compares it.
-        data: fingerprint of the training rows, likewise.
+        fingerprints: of what the recipe names and a resume must find again, by what a person calls it; likewise.
         doctor: looks at every step; None: nobody does.
         warned: what the user was told once.
     """
@@ -134,7 +134,7 @@ class Run:
     shown_samples: int = 2
     seed: int = 0
     recipe: dict[str, Any] = field(default_factory=dict)
-    data: str = ""
+    fingerprints: dict[str, str] = field(default_factory=dict)
     screen: Screen = field(default_factory=Screen)
     doctor: Doctor | None = None
     tracker: Tracker | None = None
@@ -231,6 +231,7 @@ def train_step(run: Run, sampler: Sampler, progress: Progress, log: RunLog) -> d
         metrics = {} if run.same_temperature else score_watched(run.engine, groups, run.sampling.temperature)
         current = _score_frozen(run, groups)
     batch = collate(groups, run.sampling.max_tokens)
+    _refuse_broken(run, batch, step)
     keep = _finite(batch.numbers, len(batch))
     if run.algorithm.needs_reward:
         keep &= batch.rewards.isfinite()  # a reward may be too large for float32
@@ -441,6 +442,15 @@ def _finite(numbers: Any, rows: int) -> Tensor:
     return finite
 
 
+def _refuse_broken(run: Run, batch: Batch, step: int) -> None:
+    """A frozen score that is finite for no row: nothing would ever be learned, and the run must not pass for one."""
+    for score in run.algorithm.frozen:
+        if len(batch) and score.name in batch and not _finite({score.name: batch[score.name]}, len(batch)).any():
+            raise RunError(
+                f"step {step}: the score {score.name!r} is non-finite for every completion; a model that it reads is broken"
+            )
+
+
 def _warn_unscorable(run: Run, errors: list[str], count: dict[str, float], rows: int) -> None:
     unscorable = int(count["rows/unscorable"])
     reason = errors[0] if errors else "the reward gave None or NaN"
@@ -581,7 +591,7 @@ def _save(run: Run, progress: Progress, position: int, row: dict[str, float]) ->
         state={
             "progress": asdict(progress),
             "recipe": run.recipe,
-            "data": run.data,
+            "fingerprints": run.fingerprints,
             "rollout": run.rollout.state(),
             "doctor": run.doctor.state() if run.doctor else {},
             "metrics_position": position,
@@ -602,7 +612,7 @@ def _restore(run: Run, resume: checkpoints.Checkpoint) -> tuple[Progress, int, d
     run.rollout.load_weights(None, progress.updates)
     run.rollout.load_state(state["rollout"])
     if run.doctor:
-        run.doctor.load_state(state.get("doctor", {}))
+        run.doctor.load_state(state["doctor"])
     run.screen.say(f"resumed after step {progress.step} from {resume.folder}")
     return progress, state["metrics_position"], state["row"]
 

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from covary.checkpoint import checkpoints, latest, save
 from covary.lock import run_lock
 from covary.types import RunError, UserError
 from tests.loop.commands import DiesWhileSaving, finish, go_on, start, state_of, wait_until, write_recipe
-from tests.loop.mini import Sums, comparable, metrics, rollouts, run, vowels
+from tests.loop.mini import STATE, Sums, comparable, metrics, rollouts, run, vowels
 from tests.models import byte_tokenizer, random_llama
 
 
@@ -290,7 +291,7 @@ def test_a_disk_that_is_full_at_any_write_leaves_the_earlier_checkpoint(tmp_path
     model, tokenizer = random_llama(), byte_tokenizer()
     state = {f"model.{n}": p.detach() for n, p in model.named_parameters()}
     arguments: dict[str, Any] = {
-        "model": model, "tokenizer": tokenizer, "engine_state": state, "state": {"progress": {}}, "keep_last": 1,
+        "model": model, "tokenizer": tokenizer, "engine_state": state, "state": STATE, "keep_last": 1,
     }  # fmt: skip
     save(tmp_path, 1, **arguments)
 
@@ -426,11 +427,13 @@ def test_case_c01_the_newest_checkpoint_by_number(tmp_path, shared):
 
     model = random_llama()
     state = {f"model.{name}": value for name, value in model.state_dict().items()}
-    rest: dict[str, Any] = {"tokenizer": byte_tokenizer(), "engine_state": state, "state": {"progress": {}}}
-    template = save(tmp_path / "template", 1, model=model, keep_last=-1, **rest)
+    rest: dict[str, Any] = {"tokenizer": byte_tokenizer(), "engine_state": state, "state": STATE}
     folder = tmp_path / "run" / "checkpoints"
+    folder.mkdir(parents=True)
     for name in ours(given["dirs"]):
-        shutil.copytree(template, folder / name)
+        number = re.fullmatch(r"step-(\d+)", name)
+        written = save(tmp_path / "other", int(number[1]) if number else 1, model=model, keep_last=-1, **rest)
+        written.rename(folder / name)
     assert latest(tmp_path / "run").folder.name == ours([expected["latest"]])[0]
     before = {p.name for p in folder.iterdir()}
     assert given["keep_last"] == -1

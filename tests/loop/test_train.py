@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from covary.checkpoint import Checkpoint, checkpoints, latest, save
 from covary.config import validate
 from covary.train import Sampler, Schedule, planned_steps
 from covary.types import Example, RunError, UserError
-from tests.loop.mini import Sums, comparable, metrics, rollouts, run, vowels
+from tests.loop.mini import STATE, Sums, comparable, metrics, rollouts, run, vowels
 from tests.models import byte_tokenizer, random_llama
 
 
@@ -294,7 +296,7 @@ def write_checkpoint(folder, step: int, keep_last: int = -1) -> Path:
     model = random_llama()
     state = {f"model.{name}": value for name, value in model.state_dict().items()}
     return save(
-        folder, step, model=model, tokenizer=byte_tokenizer(), engine_state=state, state={"progress": {}},
+        folder, step, model=model, tokenizer=byte_tokenizer(), engine_state=state, state=STATE,
         keep_last=keep_last,
     )  # fmt: skip
 
@@ -390,22 +392,124 @@ def test_a_run_that_ended_before_its_first_checkpoint_starts_again(tmp_path, mon
 
 
 def test_a_resume_needs_the_same_data(tmp_path):
-    run(tmp_path, steps=1)
-    config = tmp_path / "run" / "config.yaml"
-    state = latest(tmp_path / "run").folder / "state.json"
-    changed = json.loads(state.read_text())
-    changed["data"] = "of other rows"
-    state.write_text(json.dumps(changed))
-    with pytest.raises(UserError, match="training rows are not those"):
-        covary.train(resume=tmp_path / "run", steps=2, quiet=True, reward=vowels)
+    rows = [{"prompt": f"{i} + 1 =", "answer": str(i + 1), "hint": i} for i in range(8)]
+    path, form = tmp_path / "rows.jsonl", tmp_path / "form.yaml"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    form.write_text("contexts: {prompt: '{question} Answer:'}")
+    task = {"name": "jsonl", "path": str(path), "test": 2, "template": str(form)}
+    run(tmp_path, steps=1, task=task)
+
+    def resume(folder=tmp_path / "run", **changes):
+        return covary.train(resume=folder, **{"steps": 2, "quiet": True, "reward": vowels, **changes})
+
+    path.write_text("".join(json.dumps(row | {"hint": row["hint"] + (row["hint"] == 5)}) + "\n" for row in rows))
+    with pytest.raises(
+        UserError, match=r"the task's training rows changed since the last checkpoint of .*run; a resume"
+    ):
+        resume()
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    form.write_text("contexts: {prompt: '{question} The answer:'}")
+    with pytest.raises(UserError, match="the prompt template changed"):
+        resume()
+    form.write_text("contexts: {prompt: '{question} Answer:'}")
     with pytest.raises(UserError, match="changed: out"):
-        covary.train(resume=tmp_path / "run", out="elsewhere", quiet=True, reward=vowels)
-    assert config.read_text()
+        resume(out="elsewhere")
     moved = tmp_path / "moved"
     (tmp_path / "run").rename(moved)
-    changed["data"] = json.loads(state.read_text())["data"] if state.exists() else None
-    with pytest.raises(UserError, match="training rows are not those"):
-        covary.train(resume=moved, steps=2, quiet=True, reward=vowels)
+    resume(moved)
+    assert [row["step"] for row in metrics(moved)] == [0, 1, 2]
+
+
+def test_a_resume_needs_the_same_completions_of_a_file(tmp_path):
+    path = tmp_path / "given.jsonl"
+    lines = [json.dumps({"id": f"sum/{i}", "completion": f"{i}!"}) for i in range(16)]
+    path.write_text("\n".join(lines))
+    run(tmp_path, steps=1, rollout={"prompts": 4, "completions": 4, "max_tokens": 6,
+                                    "file": {"path": str(path), "count": 1}})  # fmt: skip
+    path.write_text("\n".join(lines).replace("9!", "8!"))
+    with pytest.raises(UserError, match=r"rollout\.file changed"):
+        covary.train(resume=tmp_path / "run", steps=2, quiet=True, reward=vowels)
+
+
+@pytest.mark.parametrize("changes", [{"reference": "initial"}, {"model": {"lora": {"rank": 2}}}, {}])
+def test_a_resume_needs_the_same_model_where_it_is_read_again(tmp_path, changes):
+    from tests.models import save_random_model
+
+    model = tmp_path / "model"
+    save_random_model(model)
+    changes = {**changes, "model": {"name": str(model), **changes.get("model", {})}}
+    run(tmp_path, steps=1, **changes)
+    shutil.rmtree(model)
+    save_random_model(model, seed=5)
+    if len(changes) == 1 and len(changes["model"]) == 1:  # every weight comes from the checkpoint
+        covary.train(resume=tmp_path / "run", steps=2, quiet=True, reward=vowels)
+        return
+    with pytest.raises(UserError, match=r"the model of model\.name changed"):
+        covary.train(resume=tmp_path / "run", steps=2, quiet=True, reward=vowels)
+
+
+def test_a_changed_byte_is_damage(tmp_path, capsys):
+    """Of the right length, so that only its content tells."""
+    from covary.export import export
+
+    run(tmp_path, steps=4, checkpoint={"every": 2})
+    before = [comparable(row) for row in metrics(tmp_path / "run")]
+    folder = tmp_path / "run" / "checkpoints" / "step-000004"
+    path = folder / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-9] ^= 64
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"step-000004 is damaged: model.safetensors changed since it was written"):
+        export(tmp_path / "run", tmp_path / "out")
+    with pytest.raises(UserError, match=r"step-000004 is damaged"):
+        covary.evaluate(tmp_path / "run", Sums())
+    export(tmp_path / "run", tmp_path / "out", step=2)
+    covary.train(resume=tmp_path / "run", quiet=True, reward=vowels)
+    assert (
+        "step-000004 is damaged (model.safetensors changed since it was written), and left aside"
+        in capsys.readouterr().out
+    )
+    assert [comparable(row) for row in metrics(tmp_path / "run")] == before
+    assert latest(tmp_path / "run").changed() == []  # written again
+
+
+@pytest.mark.parametrize("key", ["progress", "random", "metrics_position"])
+def test_a_state_that_lacks_something_or_a_renamed_folder_is_no_checkpoint(tmp_path, key):
+    run(tmp_path, steps=1)
+    folder = latest(tmp_path / "run").folder
+    renamed = folder.with_name("step-000007")
+    folder.rename(renamed)
+    assert latest(tmp_path / "run") is None
+    renamed.rename(folder)
+    state = json.loads((folder / "state.json").read_text())
+    del state[key]
+    (folder / "state.json").write_text(json.dumps(state))
+    assert latest(tmp_path / "run") is None
+
+
+def test_what_sha256sum_says_of_a_checkpoint(tmp_path):
+    folder = write_checkpoint(tmp_path, 1)
+    names = {line.split("  ")[1] for line in (folder / "SHA256SUMS").read_text().splitlines()}
+    assert names == {p.name for p in folder.iterdir()} - {"SHA256SUMS"}
+    checked = subprocess.run(["sha256sum", "-c", "--quiet", "SHA256SUMS"], cwd=folder, check=False)
+    assert checked.returncode == 0
+
+
+@pytest.mark.parametrize("prompts", [1, 2])
+def test_a_model_that_is_non_finite_before_the_first_update_stops_the_run(tmp_path, monkeypatch, prompts):
+    """With several updates a step its frozen scores leave before a live one is seen."""
+    from covary import api
+
+    def broken(*args, **kwargs):
+        model = load_model(*args, **kwargs)
+        with torch.no_grad():
+            next(model.parameters()).fill_(float("nan"))
+        return model
+
+    load_model = api.load_model
+    monkeypatch.setattr(api, "load_model", broken)
+    with pytest.raises(RunError, match=r"step 1: .* non-finite"):
+        run(tmp_path, optimizer={"lr": 1e-3, "prompts": prompts * 2})
 
 
 @pytest.mark.parametrize(
@@ -471,7 +575,7 @@ def test_a_checkpoint_is_an_ordinary_model_folder_without_pickle(tmp_path):
     for (name, a), (_, b) in zip(loaded.named_parameters(), trained.model.named_parameters(), strict=True):
         assert torch.equal(a, b), name
     assert AutoTokenizer.from_pretrained(folder).eos_token_id == 257
-    assert {p.suffix for p in folder.iterdir()} == {".json", ".jinja", ".safetensors"}
+    assert {p.suffix for p in folder.iterdir()} == {".json", ".jinja", ".safetensors", ""}
     assert isinstance(latest(tmp_path / "run"), Checkpoint)
 
 
@@ -484,7 +588,7 @@ def test_a_checkpoint_holds_buffers_and_frozen_parameters_too(tmp_path):
     engine = LocalEngine(model)
     state = engine.state_dict()
     assert torch.equal(state["model.bias"], torch.arange(3.0))
-    save(tmp_path, 1, model=model, tokenizer=byte_tokenizer(), engine_state=state, state={"progress": {}}, keep_last=1)
+    save(tmp_path, 1, model=model, tokenizer=byte_tokenizer(), engine_state=state, state=STATE, keep_last=1)
     restored = latest(tmp_path).weights(random_llama(seed=9))
     for name, value in model.named_parameters():
         assert torch.equal(restored[name], value), name
