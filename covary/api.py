@@ -386,7 +386,7 @@ class Survey:
         digest = hashlib.blake2b(digest_size=16)
         rewarded, without = False, None
         for example in examples:
-            digest.update(_canonical(vars(example)))
+            digest.update(_CANONICAL.encode(vars(example)).encode())
             rewarded = rewarded or example.rewards is not None
             if without is None and not example.completions:
                 without = example.id
@@ -429,13 +429,12 @@ def resolve(config: RunConfig, function: Callable[..., object] | None = None) ->
     )
 
 
-def _canonical(value: Any) -> bytes:
-    """Bytes that are equal for equal values of JSON's kinds; of another object its kind alone, whose text may hold an address."""
-    return json.dumps(value, skipkeys=True, default=lambda other: type(other).__name__).encode()
+# Equal text for equal values of JSON's kinds; of another object its kind alone, whose text may hold an address.
+_CANONICAL = json.JSONEncoder(skipkeys=True, default=lambda other: type(other).__name__)
 
 
 def _digest(value: Any) -> str:
-    return hashlib.blake2b(_canonical(value), digest_size=16).hexdigest()
+    return hashlib.blake2b(_CANONICAL.encode(value).encode(), digest_size=16).hexdigest()
 
 
 def read_given(path: str, examples: Sequence[Example]) -> dict[str, list[str]]:

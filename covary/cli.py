@@ -123,6 +123,10 @@ def evaluate(
     template: Annotated[
         str | None, typer.Option(help="Prompt template of the benchmarks: chat, r1, or the path of your own.")
     ] = None,
+    reward: Annotated[
+        str | None,
+        typer.Option(help="A grader, or path/to/file.py:function; default: the recipe's, else the task's own."),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for settings, samples and results; started again, it goes on.")
     ] = None,
@@ -188,10 +192,10 @@ def evaluate(
 
     plans = [
         (
-            measure.questions(one),
+            measure.questions(one, reward if reward is not None else own),
             measure.Conditions(**limits | conditions_of(preset, name, "samples" in chosen) | chosen),
         )
-        for name, (one, limits) in zip(names, tasks, strict=True)
+        for name, (one, limits, own) in zip(names, tasks, strict=True)
     ]
     titles = [asked.task.name for asked, _ in plans]
     if len(set(titles)) < len(titles):
@@ -312,8 +316,8 @@ def _recipe_path(name: str) -> Path:
     return path if path.exists() else _recipe_files().get(name, path)
 
 
-def _task(name: str, data_dir: Path | None, limit: int | None, template: str | None) -> tuple[Any, dict[str, Any]]:
-    """A task family's object from a recipe, a data file, or a name of ours or Reasoning Gym's; and the recipe's limits."""
+def _task(name: str, data_dir: Path | None, limit: int | None, template: str | None) -> tuple[Any, dict[str, Any], Any]:
+    """A task family's object from a recipe, a data file, or a name of ours or Reasoning Gym's; the recipe's limits and reward."""
     if name.endswith((".yaml", ".yml")) or name in _recipe_files():
         config = _config(name, [])
         limits = {
@@ -321,19 +325,19 @@ def _task(name: str, data_dir: Path | None, limit: int | None, template: str | N
             "stop": config.rollout.stop,
             "seed": config.seed,
         }
-        return config.task, limits
+        return config.task, limits, config.eval.reward or config.reward
     from covary.tasks import BENCHMARKS, TASKS, Benchmark, all_of_reasoning_gym
 
     for family, endings in (("jsonl", (".jsonl", ".json")), ("parquet", (".parquet",))):
         if name.endswith(endings):
-            return TASKS[family](path=name, test_path=name, train=0), {}
+            return TASKS[family](path=name, test_path=name, train=0), {}, None
     if name in BENCHMARKS:
         folder = None if data_dir is None else str(data_dir)
-        return Benchmark(name, data_dir=folder, test=limit, template=template), {}
+        return Benchmark(name, data_dir=folder, test=limit, template=template), {}, None
     if name == "reasoning_gym":
-        return all_of_reasoning_gym(limit, template), {}
+        return all_of_reasoning_gym(limit, template), {}, None
     try:
-        return TASKS["reasoning_gym"](tasks={name: {}}, train=0), {}
+        return TASKS["reasoning_gym"](tasks={name: {}}, train=0), {}, None
     except UserError as error:
         raise UserError(
             f"--task: {name!r} is no file, recipe, benchmark ({', '.join(BENCHMARKS)}, reasoning_gym) or task of "

@@ -68,10 +68,11 @@ class Conditions:
 
 @dataclass(frozen=True)
 class Questions:
-    """What is asked: a loaded task, and the form of its prompts."""
+    """What is asked: a loaded task, the form of its prompts, and what grades the answers (None: the task's grader)."""
 
     task: Task
     template: Template
+    reward: RewardSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -150,11 +151,11 @@ def evaluate(
     conditions = Conditions(
         samples, temperature, max_tokens, tuple(stop), seed, greedy, None if pass_at is None else tuple(pass_at)
     )
-    asked = questions(task)
+    asked = questions(task, reward)
     store = None if out is None else Store(Path(out))
     policy = model if isinstance(model, Policy) else load_policy(model, device)
     policy.rollout.on_progress = on_progress
-    metrics = measure(policy, asked, conditions, reward=reward, store=store)
+    metrics = measure(policy, asked, conditions, store=store)
     assert metrics is not None  # without shards nothing is left to others
     return metrics
 
@@ -164,7 +165,6 @@ def measure(
     asked: Questions,
     conditions: Conditions,
     *,
-    reward: RewardSpec | Mapping[str, Any] | None = None,
     store: Store | None = None,
 ) -> dict[str, float] | None:
     """The metrics of a task; None while other processes that share the store have questions left.
@@ -175,7 +175,7 @@ def measure(
     if store is not None:
         check_writable("out", store.folder)
     conditions.check(asked.task.name)
-    evaluator = build_evaluator(policy, asked, conditions, reward)
+    evaluator = build_evaluator(policy, asked, conditions)
     try:
         if store is None:
             samples: Sequence[Sample] | None = evaluator.ask(evaluator.examples)
@@ -234,14 +234,15 @@ def server_policy(model: str, url: str, served: str | None = None, concurrency: 
     return Policy(rollout, tokenizer, None, {"engine": "server", "model": served}, model)
 
 
-def questions(task: Any) -> Questions:
-    """Load a task: no model is needed for it.
+def questions(task: Any, reward: RewardSpec | Mapping[str, Any] | None = None) -> Questions:
+    """Load a task and look at its reward: no model is needed for it.
 
     Args:
         task: as `evaluate` takes it.
+        reward: likewise.
 
     Raises:
-        UserError: it cannot be loaded, or has no test rows.
+        UserError: it cannot be loaded, has no test rows, or nothing to grade by.
     """
     if isinstance(task, str):
         task = Benchmark(task)
@@ -250,25 +251,26 @@ def questions(task: Any) -> Questions:
     loaded = task if isinstance(task, Task) else load_task(task)
     if not loaded.test:
         raise UserError(f"task {loaded.name} has no test rows to evaluate on")
-    return Questions(loaded, load_template(getattr(task, "template", None) or Algorithm.template))
+    if isinstance(reward, Mapping):
+        reward = validate_reward(plain(reward), where="covary.evaluate")
+    grader = task_reward(reward, loaded, "reward", "auto")
+    if grader is None:
+        raise UserError(f"task {loaded.name} has no answers to grade by; name a reward")
+    grader.close()
+    return Questions(loaded, load_template(getattr(task, "template", None) or Algorithm.template), reward)
 
 
-def build_evaluator(
-    policy: Policy, asked: Questions, conditions: Conditions, reward: RewardSpec | Mapping[str, Any] | None = None
-) -> Evaluator:
+def build_evaluator(policy: Policy, asked: Questions, conditions: Conditions) -> Evaluator:
     """The evaluation of a policy on a task. Whoever asked for it closes its reward.
 
     Raises:
-        UserError: nothing to grade by, or a prompt that leaves no room for a completion.
+        UserError: a prompt leaves no room for a completion.
     """
     task = asked.task
     if policy.architecture is not None:
         check_lengths(task.test, asked.template, policy.tokenizer, policy.architecture, conditions.max_tokens)
-    if isinstance(reward, Mapping):
-        reward = validate_reward(plain(reward), where="covary.evaluate")
-    grader = task_reward(reward, task, "reward", "auto")
-    if grader is None:
-        raise UserError(f"task {task.name} has no answers to grade by; name a reward")
+    grader = task_reward(asked.reward, task, "reward", "auto")
+    assert grader is not None  # `questions` has looked
     return Evaluator(
         name=task.name,
         examples=task.test,

@@ -90,3 +90,31 @@ def test_a_model_that_scales_its_logits_is_refused_rather_than_scored_wrong(tmp_
     CohereForCausalLM(config).save_pretrained(tmp_path / "m")
     with pytest.raises(UserError, match="transforms its logits"):
         load_model(str(tmp_path / "m"))
+
+
+def test_a_longrope_model_counts_up_to_its_original_context():
+    """Beyond, what one row's positions mean depends on the longest row beside it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from covary.models.loading import context_length
+
+    rope = {
+        "rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32,
+        "short_factor": [1.0] * 8, "long_factor": [3.0] * 8,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=128, rope_parameters=rope,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(8)  # else attention hardly looks at positions
+    assert context_length(config) == 32
+    assert context_length(LlamaConfig(max_position_embeddings=128)) == 128
+    short = torch.randint(0, 64, (1, 32))
+    alone = model(short).logits
+    beside = [model(torch.cat([short, torch.zeros(1, more, dtype=torch.long)], 1)).logits[:, :32] for more in (0, 1)]
+    assert torch.allclose(alone, beside[0], atol=1e-5)
+    assert not torch.allclose(alone, beside[1], atol=1e-3)

@@ -218,9 +218,17 @@ def generation_defaults(model: nn.Module) -> dict[str, Any]:
 
 
 def context_length(config: Any) -> int | None:
-    """Tokens that the model can read, prompt and completion together; None where its configuration names no limit."""
+    """Tokens that the model can read, prompt and completion together; None where its configuration names no limit.
+
+    A model with `longrope` positions is another function of every token as soon as one row of a pass is longer than its
+    original context: sampler and trainer would disagree, so it counts up to there.
+    """
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]  # one, or one per kind of layer
+    switches = [kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"]
+    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    return min([*switches, *([limit] if limit else [])], default=None)
 
 
 def pick_device(name: str) -> str:

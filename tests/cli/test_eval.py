@@ -159,3 +159,30 @@ def test_mistakes(call, arguments: tuple[Any, ...], message: str, monkeypatch: p
     assert message in err
     assert err.startswith("error: ")
     assert err.count("\n") == 1
+
+
+def test_a_recipe_is_graded_by_its_own_reward_and_any_task_by_the_one_named(call, model: str, tmp_path: Path) -> None:
+    """`eval.reward`, else `reward`, as in a run of the recipe."""
+    (tmp_path / "mine.py").write_text(
+        "def half(completion, answer):\n    return 0.5\n\ndef third(completion, answer):\n    return 0.25\n"
+    )
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{i}", "answer": "x"}) + "\n" for i in range(8))
+    )
+    recipe = "steps: 1\nalgorithm: {name: gvpo}\ntask: {name: jsonl, path: rows.jsonl, test: 2}\n"
+    trained = recipe + "reward: mine.py:half\n"
+    limits = ("--max-tokens", 2, "--no-greedy")
+
+    def reward(text: str, *options: Any) -> float:
+        (tmp_path / "r.yaml").write_text(text)
+        code, _, err = call(model, "--task", "r.yaml", *limits, "--json", "f.json", *options)
+        assert code == 0, err
+        return json.loads((tmp_path / "f.json").read_text())["eval/rows/reward"]
+
+    assert reward(recipe) == 0
+    assert reward(trained) == 0.5
+    assert reward(trained + "eval: {reward: mine.py:third}\n") == 0.25
+    assert reward(trained, "--reward", "mine.py:third") == 0.25
+    code, _, err = call("no/such/model", *GSM8K, "--reward", "maths")
+    assert code == 2
+    assert "grader 'maths'" in err and "did you mean math" in err
