@@ -112,7 +112,7 @@ def _gold(resolved: Resolved) -> Iterator[str]:
     # The extractor looks for the answer's place in a completion; a bare gold answer has no such place.
     spec = custom if custom is not None or task.grader is None else Grader(task.grader.name)
     form = "<answer>{}</answer>" if "answer_tags" in (spec, getattr(spec, "name", None)) else "{}"
-    reward = build_reward(spec)  # pyright: ignore[reportArgumentType]
+    reward = build_reward(spec, workers=1)  # pyright: ignore[reportArgumentType]  (a second one takes longer to start)
     try:
         graded = reward(examples, [form.format(example.answer) for example in examples])
     finally:

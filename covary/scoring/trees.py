@@ -4,6 +4,8 @@ Everything but attention sees one sequence of N tokens: first the prompts, then 
 alone is computed on padded blocks, in two calls a layer: prompts on themselves, and branches on their
 prompt and themselves. Letters in shapes: N packed tokens, G prompts, P the longest, R branches, T the
 longest, H heads, K heads of keys and values, E their width.
+
+transformers is imported where it is first needed: that takes seconds, which `covary check` does not have.
 """
 
 from __future__ import annotations
@@ -16,9 +18,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from covary.scoring import padded
 from covary.scoring.score import RowSize, States
@@ -144,6 +143,8 @@ def tree_attention(
 ) -> tuple[Float[Tensor, "1 N H E"], None]:
     """Attention of packed trees; without a forest, that of transformers."""
     if forest is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, sliding_window=sliding_window, **others
         )
@@ -172,10 +173,6 @@ def tree_attention(
             forest.branch_mask(query.dtype, sliding_window),
         )
     return forest.flat(of_prompts, of_branches)[None], None
-
-
-AttentionInterface.register(ATTENTION, tree_attention)
-AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
 def fit(units: Sequence[list[int]], sizes: Sequence[RowSize], limit: int) -> Iterator[list[int]]:
@@ -216,6 +213,11 @@ def use_trees(model: nn.Module) -> str | None:
     Returns:
         None, or why it cannot.
     """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(ATTENTION, tree_attention)
+    AttentionMaskInterface.register(ATTENTION, sdpa_mask)
     before = model.config._attn_implementation  # pyright: ignore[reportAttributeAccessIssue]
     try:
         model.set_attn_implementation(ATTENTION)  # pyright: ignore[reportCallIssue]

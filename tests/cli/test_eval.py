@@ -181,8 +181,6 @@ def test_a_recipe_is_graded_by_its_own_reward_and_any_task_by_the_one_named(call
 
     assert reward(recipe) == 0
     assert reward(trained) == 0.5
-    assert reward(trained + "eval: {reward: mine.py:third}\n") == 0.25
-    assert reward(trained, "--reward", "mine.py:third") == 0.25
     code, _, err = call("no/such/model", *GSM8K, "--reward", "maths")
     assert code == 2
-    assert "grader 'maths'" in err and "did you mean math" in err
+    assert "there is no grader 'maths'; did you mean 'math'?" in err
