@@ -263,6 +263,8 @@ def _continue(
         )
     if last is not None and config.steps is not None and config.steps < last.step:
         raise UserError(f"steps: {folder} has already done {last.step} steps, asked for {config.steps}")
+    if last is not None and config.steps == last.step:
+        screen.say(f"note: {folder} has done its {last.step} steps; to go on, add steps=N with a larger number")
     if config.steps != before.steps and (config.optimizer.schedule != "constant" or 0 < config.optimizer.warmup < 1):
         screen.say("note: the learning rate follows the new number of steps from here on, so it may jump")
     config = replace(config, out=str(folder))
@@ -379,18 +381,20 @@ class Survey:
     fingerprint: str
     rewarded: bool
     without_completions: str | None
+    unanswered: int
 
     @classmethod
     def of(cls, examples: Sequence[Example]) -> Survey:
-        """Fingerprint, whether any row brings rewards, the id of the first row without completions."""
+        """Fingerprint, whether any row brings rewards, the id of the first row without completions, rows without answer."""
         digest = hashlib.blake2b(digest_size=16)
-        rewarded, without = False, None
+        rewarded, without, unanswered = False, None, 0
         for example in examples:
             digest.update(_CANONICAL.encode(vars(example)).encode())
             rewarded = rewarded or example.rewards is not None
             if without is None and not example.completions:
                 without = example.id
-        return cls(digest.hexdigest(), rewarded, without)
+            unanswered += example.answer is None
+        return cls(digest.hexdigest(), rewarded, without, unanswered)
 
 
 def resolve(config: RunConfig, function: Callable[..., object] | None = None) -> Resolved:
@@ -414,6 +418,12 @@ def resolve(config: RunConfig, function: Callable[..., object] | None = None) ->
     if given:
         fingerprints["rollout.file"] = _digest(given)
     reward, eval_reward = _rewards(config, task, survey, function)
+    if survey.unanswered and isinstance(reward, PooledReward) and isinstance(reward.task, Grader):
+        note = (
+            f"{survey.unanswered} of {len(task.train)} training rows have no answer to grade by: their completions teach "
+            "nothing"
+        )
+        task = replace(task, notes=[*task.notes, note])
     stop = (*rollout.stop, *([template.stop] if template.stop else []))
     return Resolved(
         config,
@@ -739,13 +749,25 @@ def _rewards(
         spec, device = function or config.reward, config.engine.device
         reward = task_reward(spec, task, "reward", device) if config.reward is not None else grader
         if reward is None:
-            raise UserError(
-                f"reward: {type(algorithm).__name__} learns from rewards and task {task.name} has no grader; "
-                "name a reward (a grader, path/to/file.py:name, a reward model or a judge)"
-            )
+            raise UserError(f"reward: {type(algorithm).__name__} learns from rewards, and {_way_to_rewards(task)}")
     if config.eval.reward is not None and config.eval.reward != config.reward:
         return reward, task_reward(config.eval.reward, task, "eval.reward", config.engine.device)
     return reward, (reward if config.eval.reward is not None else grader or reward)
+
+
+def _way_to_rewards(task: Task) -> str:
+    """What is missing where a task has no grader, and what mends it."""
+    columns = task.train[0].columns
+    if task.train[0].completions:
+        return (
+            f"task {task.name} has none: only rollout.engine: dataset learns from the completions of its rows; set it, or "
+            "name a reward"
+        )
+    others = f" (other columns: {', '.join(columns)})" if columns else ""
+    return (
+        f"no row of task {task.name} has an answer to grade by; name the column of answers with task.answer{others}, or "
+        "name a reward (a grader, path/to/file.py:name, a reward model or a judge)"
+    )
 
 
 def task_reward(spec: RewardSpec | None, task: Task, key: str, device: str) -> Reward | None:

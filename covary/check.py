@@ -77,6 +77,9 @@ def _schedule(config: RunConfig, task: Task) -> Iterator[str]:
         f"{steps} steps of {rollout.prompts} prompts x {rollout.completions} completions, "
         f"{updates} updates a step, {steps * updates} in all; {len(task.train)} training and {len(task.test)} test rows"
     )
+    if rollout.engine == "dataset":
+        yield f"{steps * rollout.prompts / max(1, len(task.train)):.2f} epochs of the training rows and their completions"
+        return
     most = steps * rollout.prompts * rollout.completions * rollout.max_tokens
     epochs = steps * rollout.prompts / max(1, len(task.train))
     yield f"at most {most:,} completion tokens; {epochs:.2f} epochs of the training rows"

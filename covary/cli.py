@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -291,10 +292,11 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        sys.stderr.write(f"error: {_one_line(error)}\n")
+        for mistake in str(error).splitlines() or [""]:
+            sys.stderr.write(f"error: {_one_line(mistake)}\n")
         sys.exit(2)
     except RunError as error:
-        sys.stderr.write(f"stopped: {_one_line(error)}\n")
+        sys.stderr.write(f"stopped: {_one_line(str(error))}\n")
         sys.exit(1)
 
 
@@ -307,13 +309,29 @@ def _config(recipe: str | None, overrides: list[str], default_out: bool = False)
     data = apply_overrides(load_recipe(path), overrides)
     if default_out and data.get("out") is None:
         data["out"] = f"runs/{path.stem}"
-    return validate(data, where=str(path))
+    return validate(data, where=f"{path} and the command line" if overrides else str(path))
 
 
 def _recipe_path(name: str) -> Path:
-    """A file, or the name of a shipped recipe."""
+    """A file, or the name of a shipped recipe.
+
+    Raises:
+        UserError: neither, or a run folder.
+    """
     path = Path(name)
-    return path if path.exists() else _recipe_files().get(name, path)
+    if (path / "config.yaml").is_file():
+        raise UserError(
+            f"{name} is a run folder: continue it with `covary train --resume {name}`, or start its recipe again from "
+            f"{path / 'config.yaml'} with another out=..."
+        )
+    if path.exists():
+        return path
+    recipes = _recipe_files()
+    if name not in recipes:
+        near = get_close_matches(name, recipes, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UserError(f"{name}: no such file, and no shipped recipe of that name (covary list recipes){hint}")
+    return recipes[name]
 
 
 def _task(name: str, data_dir: Path | None, limit: int | None, template: str | None) -> tuple[Any, dict[str, Any], Any]:
@@ -395,7 +413,7 @@ def _summary(thing: Any) -> str:
     return (thing.__doc__ or "").strip().splitlines()[0]
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(text: str) -> str:
     from covary.log import printable
 
-    return printable(" ".join(str(error).split()))
+    return printable(" ".join(text.split()))

@@ -243,7 +243,7 @@ def validate(data: Mapping[str, Any], *, where: str) -> RunConfig:
         where: what a message names first: the recipe's file, or the function that was called.
 
     Raises:
-        UserError: one line with every problem found. Rules between keys are checked where the keys
+        UserError: a line for every problem found. Rules between keys are checked where the keys
             themselves are right.
     """
     problems: list[str] = []
@@ -271,7 +271,7 @@ def validate(data: Mapping[str, Any], *, where: str) -> RunConfig:
             _set_checked(built, key, hint, data[key], key, problems)
     problems += _conflicts(built)
     if problems:
-        raise UserError(f"{where}: {'; '.join(problems)}")
+        raise UserError("\n".join(f"{where}: {problem}" for problem in problems))
     return RunConfig(**built)
 
 
@@ -287,7 +287,7 @@ def validate_task(data: Mapping[str, Any], *, where: str) -> Any:
     if cls is not None:
         _build_section("task", cls, data, {"task": ("name", *_field_names(cls))}, built, problems)
     if problems:
-        raise UserError(f"{where}: {'; '.join(problems)}")
+        raise UserError("\n".join(f"{where}: {problem}" for problem in problems))
     return built["task"]
 
 
@@ -301,7 +301,7 @@ def validate_reward(data: Mapping[str, Any], *, where: str) -> RewardModel | Jud
     built: dict[str, Any] = {}
     _set_checked(built, "reward", _HINTS["reward"], data, "reward", problems)
     if problems:
-        raise UserError(f"{where}: {'; '.join(problems)}")
+        raise UserError("\n".join(f"{where}: {problem}" for problem in problems))
     return built["reward"]
 
 

@@ -55,9 +55,9 @@ def pools() -> Iterator[Callable[[Grader], PooledReward]]:
     """Graders whose worker processes serve every check of this file: starting them takes longer than the rest of it."""
     built: dict[Grader, PooledReward] = {}
 
-    def build(spec: Grader) -> PooledReward:
+    def build(spec: Grader, workers: int) -> PooledReward:
         if spec not in built:
-            built[spec] = build_reward(spec)
+            built[spec] = build_reward(spec, workers=workers)
         return built[spec]
 
     with pytest.MonkeyPatch.context() as patch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -258,7 +259,7 @@ def test_mistakes_exit_with_2_one_line_and_no_folder(call, recipe, tmp_path, ove
         (b'{"prompt": "a", "answer": "1"}\n[1, 2]\n', "data.jsonl, line 2: not a JSON object"),
         (b'{"question": "a", "answer": "1"}\n', "prompt"),
         (b'{"prompt": "a", "answer": "1"}\n\xff\n', "data.jsonl, line 2: not valid UTF-8"),
-        (b'{"prompt": "a"}\n{"prompt": "b"}\n', "has no grader"),
+        (b'{"prompt": "a"}\n{"prompt": "b"}\n', "no row of task test_bad_data"),
     ],
 )
 def test_bad_data_names_file_and_line(call, recipe, tmp_path, content, message):
@@ -356,3 +357,47 @@ def test_train_stays_the_function():
     assert all(getattr(package, name) is not None for name in package.__all__)
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         package.trian  # noqa: B018
+
+
+def test_several_mistakes_have_a_line_each(call, recipe):
+    code, _, err = call("train", recipe, "stepz=1", "optimizer.lr=fast")
+    assert code == 2
+    assert [line.split(": ")[2] for line in err.splitlines()] == ["stepz", "optimizer.lr"]
+    assert all(line.startswith("error: ") and "and the command line: " in line for line in err.splitlines())
+
+
+def test_a_run_folder_or_a_misspelt_recipe_in_place_of_a_recipe(call, recipe):
+    assert call("train", recipe, "out=run", "--quiet")[0] == 0
+    code, _, err = call("train", "run")
+    assert code == 2
+    assert "run is a run folder: continue it with `covary train --resume run`" in err
+    code, _, err = call("train", "qickstart")
+    assert code == 2
+    assert "did you mean quickstart?" in err
+    code, out, _ = call("train", "--resume", "run")
+    assert code == 0
+    assert "run has done its 2 steps; to go on, add steps=N" in out
+
+
+def test_rows_without_answers_and_pairs_without_their_engine(call, recipe, tmp_path):
+    rows = [{"question": f"{i}", "solution": f"{i}"} for i in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows_task = "task={name: jsonl, path: rows.jsonl, test: 2, prompt: question%s}"
+    code, _, err = call("check", recipe, "--no-model", rows_task % "")
+    assert code == 2
+    assert "name the column of answers with task.answer (other columns: solution)" in err
+    rows[3]["solution"] = rows[5]["solution"] = None
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, out, _ = call("check", recipe, "--no-model", rows_task % ", answer: solution, grader: exact")
+    assert code == 0
+    assert re.search("[12] of 6 training rows have no answer to grade by", out)  # one may be held out
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    (tmp_path / "pairs.jsonl").write_text((json.dumps(pair) + "\n") * 8)
+    pairs = ("algorithm={name: dpo}", "task={name: jsonl, path: pairs.jsonl}")
+    code, _, err = call("check", recipe, "--no-model", *pairs)
+    assert code == 2
+    assert "only rollout.engine: dataset learns from the completions of its rows" in err
+    code, out, err = call("check", recipe, "--no-model", *pairs, "rollout.engine=dataset")
+    assert code == 0, err
+    assert "completion tokens" not in out
+    assert "epochs of the training rows and their completions" in out
