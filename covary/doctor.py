@@ -1,9 +1,9 @@
 """Why a run cannot learn, said once in plain words while it runs.
 
 After every step each symptom looks at the step's metrics and graded completions. One that stays for as many
-steps in a row as `SYMPTOMS` says becomes a finding: one line on screen, and `doctor/<name>` in the row of that
+steps in a row as `SYMPTOMS` says, and for `ENOUGH` completions, becomes a finding: one line on screen, and `doctor/<name>` in the row of that
 step. docs/doctor.md explains each. Patience of 3 steps is for what the policy does, of 5 for what rewards say:
-causes are told before their effects, and small batches give equal rewards by chance.
+causes are told before their effects.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ LONGER = 2.0
 """Times the first steps' mean length, where the limit also cuts most completions and the reward is no better."""
 LONGER_TRUNCATED = 0.5
 """Longer reasoning is healthy as long as it comes to an end."""
+ENOUGH = 48
+"""Completions that show a symptom. At one prompt of 4 a step, a policy that is right one time in ten has 20 failures in
+a row one time in eight, and 48 one time in 150."""
 FIRST_STEPS = 5
 """Steps that say what is normal for this run."""
 
@@ -126,6 +129,11 @@ class Step:
         return self.row["completion/length"] / first if first and self.sampled else 1.0
 
     @property
+    def runs_on(self) -> bool:
+        """Most completions of the first steps ended themselves: what cuts them now is the policy, not the limit."""
+        return self.start.get("completion/truncated", 1.0) < LONGER_TRUNCATED
+
+    @property
     def lengths(self) -> str:
         """Both lengths and rewards, for the user."""
         return (
@@ -146,6 +154,12 @@ def _truncated(step: Step) -> str | None:
     share = step.share(lambda c: c.finish == "length")
     if share < TRUNCATED:
         return None
+    if step.runs_on:
+        return (
+            f"{share:.0%} of the completions are cut at rollout.max_tokens = {step.facts.max_tokens}, and "
+            f"{step.start['completion/truncated']:.0%} were in the first {FIRST_STEPS} steps: the policy no longer ends its "
+            "answers; go back to an earlier checkpoint and lower optimizer.lr"
+        )
     return (
         f"{share:.0%} of the completions were cut at rollout.max_tokens = {step.facts.max_tokens}, before their end: "
         "raise it, ask for shorter answers in the prompt, or see in rollouts/ what they do instead of ending"
@@ -153,7 +167,7 @@ def _truncated(step: Step) -> str | None:
 
 
 def _no_end(step: Step) -> str | None:
-    if not step.sampled or step.share(lambda c: c.finish != "length"):
+    if not step.sampled or step.runs_on or step.share(lambda c: c.finish != "length"):
         return None
     return (
         f"not one of {len(step.sampled)} completions of this step ended itself: no end token "
@@ -323,15 +337,15 @@ class Doctor:
     Attributes:
         facts: the run.
         stop: findings end the run.
-        streaks: steps in a row that show each symptom.
+        streaks: steps in a row that show each symptom, and their completions.
         found: what was said, by name: nothing is said twice, by resumed runs neither.
-        first: lengths and rewards of the first steps.
+        first: lengths, shares of cut completions and rewards of the first steps.
         varied: whether rewards of one prompt ever differed.
     """
 
     facts: Facts
     stop: bool = False
-    streaks: dict[str, int] = field(default_factory=dict)
+    streaks: dict[str, list[int]] = field(default_factory=dict)
     found: dict[str, str] = field(default_factory=dict)
     first: dict[str, list[float]] = field(default_factory=dict)
     varied: bool = False
@@ -346,16 +360,19 @@ class Doctor:
         start = {name: fmean(values) for name, values in self.first.items() if len(values) == FIRST_STEPS}
         step = Step(self.facts, row, groups, start, self.varied)
         self.varied |= not step.flat and any(step.rewards)
-        for name in ("completion/length", "reward/mean"):
+        for name in ("completion/length", "completion/truncated", "reward/mean"):
             seen = self.first.setdefault(name, [])
             if len(seen) < FIRST_STEPS and name in row:
                 seen.append(row[name])
+        rows = sum(len(group.completions) for group in groups) or ENOUGH  # a step without any is no chance
         new: dict[str, str] = {}
         for name, (patience, symptom) in SYMPTOMS.items():
             text = symptom(step)
-            self.streaks[name] = self.streaks.get(name, 0) + 1 if text else 0
-            if text and self.streaks[name] >= patience and name not in self.found:
-                new[name] = f"step {row['step']:g}, {patience} steps in a row: {text}"
+            steps, seen = self.streaks.get(name, (0, 0))
+            self.streaks[name] = [steps + 1, seen + rows] if text else [0, 0]
+            steps, seen = self.streaks[name]
+            if text and steps >= patience and seen >= ENOUGH and name not in self.found:
+                new[name] = f"step {row['step']:g}, {steps} steps in a row: {text}"
         self.found |= new
         return new
 

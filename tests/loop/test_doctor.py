@@ -25,7 +25,7 @@ from tests.models import byte_tokenizer, save_with_another_end
 
 ROOT = Path(__file__).parents[2]
 SIZE = {"prompts": 4, "completions": 4, "max_tokens": 6}
-SHORT = {"rollout": {"prompts": 2, "completions": 2, "max_tokens": 2}, "optimizer": {"lr": 1e-3}}
+SHORT = {"rollout": {**SIZE, "max_tokens": 2}, "optimizer": {"lr": 1e-3}, "seed": 3}
 
 
 def findings(folder: Path) -> dict[str, int]:
@@ -61,7 +61,7 @@ class NotANumber(GVPO):
 
 PROVOKED: list[tuple[str, int, dict[str, Any], str]] = [
     ("truncated", 3, SHORT, r"100% of the completions were cut at rollout.max_tokens = 2,"),
-    ("no_end", 5, SHORT, r"not one of 4 completions .* no end token \('<\|im_end\|>'\)"),
+    ("no_end", 5, SHORT, r"not one of 16 completions .* no end token \('<\|im_end\|>'\)"),
     ("unparsed", 3, {"task": Boxed(), "reward": None}, "extractor 'boxed' found an answer in none of 16 completions"),
     ("unscorable", 3, {"reward": lambda completion, answer: None}, "none of 16 completions got a reward"),
     ("no_update", 3, {"optimizer": {"lr": 0.0}}, "the learning rate is 0"),
@@ -90,6 +90,33 @@ def test_a_run_that_cannot_learn_says_why_once(tmp_path, capsys, name, step, cha
     said = [line for line in capsys.readouterr().out.splitlines() if re.search(text, line)]
     assert len(said) == 1
     assert said[0].startswith(f"doctor: step {step}, {SYMPTOMS[name][0]} steps in a row: ")
+
+
+def test_few_completions_are_no_evidence(tmp_path):
+    """12 steps of one prompt with 4 completions; 5 steps of equal rewards come by chance."""
+    run(
+        tmp_path, steps=13, reward=half, optimizer={"lr": 1e-3},
+        rollout={"prompts": 1, "completions": 4, "max_tokens": 6},
+    )  # fmt: skip
+    assert findings(tmp_path / "run")["equal_rewards"] == 12
+
+
+def test_a_policy_that_stops_to_end_its_answers_is_not_short_of_tokens(tmp_path, capsys, monkeypatch):
+    original = rollout.TransformersRollout.generate
+
+    def ends(self, plans, groups, sampling, seed):
+        groups = original(self, plans, groups, sampling, seed)
+        if self.weights_version < 2 * 5:
+            for completion in (c for group in groups for c in group.completions):
+                completion.finish = "eos"
+        return groups
+
+    monkeypatch.setattr(rollout.TransformersRollout, "generate", ends)
+    run(tmp_path, steps=11)
+    found = findings(tmp_path / "run")
+    assert found["truncated"] == 8
+    assert "no_end" not in found
+    assert "the policy no longer ends its answers; go back" in capsys.readouterr().out
 
 
 def test_every_finding_is_provoked_somewhere():
