@@ -255,9 +255,14 @@ def sweep(
 
     screen = Screen(quiet)
     checked = load_sweep(file, _recipe_path)
-    for line in run_sweep(checked, cores or os.cpu_count() or 1, threads, screen):
+    lines, failed = run_sweep(checked, cores or os.cpu_count() or 1, threads, screen)
+    for line in lines:
         screen.say(line)
     screen.say(f"results: {checked.out}")
+    if failed:
+        raise RunError(
+            f"{len(failed)} of {len(checked.jobs)} runs failed and are not in the table; the same command tries again"
+        )
 
 
 @app.command()

@@ -15,6 +15,16 @@ from covary.types import RunError, UserError
 LOCK_FILE = "lock"
 
 
+def is_locked(folder: Path, name: str = LOCK_FILE) -> bool:
+    """Whether another process holds `folder`."""
+    try:
+        with open(folder / name, "r+", encoding="utf-8") as file:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in (errno.EACCES, errno.EAGAIN)
+    return False
+
+
 @contextmanager
 def run_lock(folder: Path, say: Callable[[str], None], name: str = LOCK_FILE) -> Iterator[None]:
     """Hold `folder` for this process.

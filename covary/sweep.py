@@ -14,6 +14,7 @@ metric: eval/chain_sum/accuracy      # of the last row; the plot shows it by ste
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import json
 import math
@@ -24,13 +25,14 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 from covary.config import RunConfig, apply_overrides, changed_keys, load_recipe, validate
+from covary.lock import is_locked
 from covary.log import Screen
 from covary.types import RunError, UserError
 
@@ -45,6 +47,7 @@ _PATHS = (
     "task.template",
     "rollout.file.path",
 )
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LONGEST_NAME = 250  # bytes that file systems take, less the ending of the log beside a folder
 _KEYS = ("recipe", "out", "seeds", "set", "grid", "points", "metric")
 # 97.5 % quantiles of Student's t for 1 to 30 degrees of freedom; 1.96 beyond.
@@ -166,30 +169,46 @@ def _merged(recipe: dict[str, Any], settings: Overrides) -> dict[str, Any]:
     return apply_overrides(recipe, [f"{key}={json.dumps(value)}" for key, value in settings])
 
 
-def run_sweep(sweep: Sweep, cores: int, threads: int, screen: Screen) -> list[str]:
-    """Run what has not run yet, `cores // threads` processes at a time; returns the table's lines.
+def run_sweep(sweep: Sweep, cores: int, threads: int, screen: Screen) -> tuple[list[str], list[Job]]:
+    """Run what has not run yet, `cores // threads` processes at a time; returns the table's lines and the runs that failed.
 
-    A run that had been stopped goes on from its checkpoint. A run that fails is named and left out.
+    A run that had been stopped goes on from its checkpoint. A run that fails is named and left out. One that an earlier
+    sweep left going is waited for.
+
+    Raises:
+        RunError: every run failed.
     """
     waiting = [job for job in sweep.jobs if _last_row(job) is None]
     screen.say(f"{len(sweep.jobs)} runs, {len(sweep.jobs) - len(waiting)} of them done before")
+    for job in (job for job in waiting if is_locked(job.folder)):
+        screen.say(f"note: {job.folder} is still going, and waited for")
     running: dict[subprocess.Popen, Job] = {}
     failed: list[Job] = []
+    told = False
     with screen.bar("runs", len(sweep.jobs)) as bar, _waited_for(running):
         while waiting or running:
-            while waiting and len(running) < max(1, cores // threads):
-                job = waiting.pop(0)
+            free = [job for job in waiting if not is_locked(job.folder)]
+            for job in free[: max(0, max(1, cores // threads) - len(running))]:
+                waiting.remove(job)
                 running[_start(sweep, job, threads)] = job
             for process in [process for process in running if process.poll() is not None]:
                 job = running.pop(process)
-                if process.returncode or _last_row(job) is None:
+                row = _last_row(job)
+                if process.returncode or row is None:
                     failed.append(job)
                     screen.say(f"warning: {job.point}, seed {job.seed} failed; its output is in {_output(job)}")
+                else:
+                    value = row.get(sweep.metric)
+                    number = len(sweep.jobs) - len(waiting) - len(running)
+                    screen.say(f"{number}/{len(sweep.jobs)} {job.point}, seed {job.seed}: {sweep.metric} {value}")
+                    if value is None and not told:
+                        told = True  # now, and not after hours of runs
+                        screen.say(f"warning: its last row has no {sweep.metric}; it has {', '.join(row)}")
                 bar(len(sweep.jobs) - len(waiting) - len(running))
             time.sleep(0.2)
     if len(failed) == len(sweep.jobs):
         raise RunError(f"every run failed; the first one's output is in {_output(failed[0])}")
-    return write_results(sweep, screen)
+    return write_results(sweep, screen), failed
 
 
 @contextmanager
@@ -221,7 +240,19 @@ def _start(sweep: Sweep, job: Job, threads: int) -> subprocess.Popen:
     _output(job).parent.mkdir(parents=True, exist_ok=True)
     with open(_output(job), "a", encoding="utf-8") as output:
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-        return subprocess.Popen([*command, "--quiet"], stdout=output, stderr=subprocess.STDOUT, env=environment)
+        return subprocess.Popen(
+            [*command, "--quiet"],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            preexec_fn=_end_with_the_sweep,
+        )
+
+
+def _end_with_the_sweep() -> None:
+    """On Linux a run saves and stops when the sweep dies in a way that it cannot react to."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _output(job: Job) -> Path:
@@ -279,10 +310,16 @@ def write_results(sweep: Sweep, screen: Screen) -> list[str]:
             f"| {name} | {average:.4g} | {average - half:.4g} to {average + half:.4g} | {deviation:.3g} "
             f"| {len(point['seeds'])} | {f'{pair[0]:+.3g} ± {pair[2]:.2g}' if pair else ''} |"
         )
-    (sweep.out / "results.json").write_text(json.dumps({"metric": sweep.metric, "points": results}, indent=1) + "\n")
+    plain = {name: {key: _null(value) for key, value in point.items()} for name, point in results.items()}
+    (sweep.out / "results.json").write_text(json.dumps({"metric": sweep.metric, "points": plain}, indent=1) + "\n")
     (sweep.out / "table.md").write_text("\n".join(lines) + "\n")
     _plot(sweep, results, screen)
     return lines
+
+
+def _null(value: Any) -> Any:
+    """JSON has no NaN: one seed has no deviation."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _paired(point: Mapping[str, Any], first: Mapping[str, Any]) -> tuple[float, float, float] | None:

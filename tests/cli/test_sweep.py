@@ -8,11 +8,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import yaml
 
+from covary.lock import is_locked
 from covary.sweep import _paired, interval, load_sweep
 from covary.types import UserError
 from tests.cli.test_cli import call, model, recipe  # noqa: F401  (fixtures)
@@ -131,6 +133,56 @@ def test_a_terminated_sweep_stops_its_runs(call, recipe, tmp_path, monkeypatch):
     assert call("sweep", "sweep.yaml", "--cores", "2", "--quiet")[0] == 143
     assert [process.returncode for process in started] == [-signal.SIGTERM] * 2
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_run_that_fails_costs_the_exit_code_and_itself(call, recipe, tmp_path, monkeypatch):  # noqa: F811
+    from covary import sweep as module
+
+    start = module._start
+
+    def breaks(sweep, job, threads):
+        if job.point == "beta=0.3":
+            return subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"])
+        return start(sweep, job, threads)
+
+    monkeypatch.setattr(module, "_start", breaks)
+    write(tmp_path / "sweep.yaml", metric="loss")
+    code, out, err = call("sweep", "sweep.yaml", "--cores", "2", "--quiet")
+    assert code == 1
+    assert "1 of 2 runs failed" in err
+    assert "beta=0.3, seed 1 failed" in out
+    assert "/2 beta=0.1, seed 1: loss " in out
+    text = (tmp_path / "sweep" / "results.json").read_text()
+    assert "NaN" not in text
+    assert json.loads(text)["points"]["beta=0.1"]["std"] is None
+
+
+def test_a_metric_that_no_run_has_is_told_with_the_first_run(call, recipe, tmp_path):  # noqa: F811
+    write(tmp_path / "sweep.yaml", metric="eval/chain_sums/reward")
+    code, out, err = call("sweep", "sweep.yaml", "--cores", "1", "--quiet")
+    assert code == 2
+    assert "is in the last row of no run" in err
+    lines = out.splitlines()
+    told = next(i for i, line in enumerate(lines) if "its last row has no eval/chain_sums/reward; it has step," in line)
+    assert any(line.startswith("2/2 ") for line in lines[told:])
+
+
+def test_a_killed_sweep_leaves_no_run_going_and_the_next_one_waits(recipe, tmp_path):  # noqa: F811
+    write(tmp_path / "sweep.yaml", set={"steps": 100000, "checkpoint.every": 100000})
+    command = [sys.executable, "-m", "covary", "sweep", "sweep.yaml", "--cores", "1", "--quiet"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL)
+    first = tmp_path / "sweep" / "beta=0.1-seed1"
+    deadline = time.monotonic() + 60
+    while not (first / "rollouts" / "step-000001.jsonl").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert is_locked(first)
+    process.kill()
+    process.wait()
+    while is_locked(first):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert list((first / "checkpoints").glob("step-*"))  # it saved before it left
 
 
 @pytest.mark.parametrize(
