@@ -38,9 +38,16 @@ def group_size(group: Int[Tensor, " B"]) -> Int[Tensor, " G"]:
 
 
 def center(x: Float[Tensor, " B"], group: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
-    """Each row minus the mean of its group."""
-    mean = group_sum(x, group) / group_size(group)
-    return x - mean[group]
+    """Each row minus the mean of its group; exactly 0 where all rows of the group are equal.
+
+    A mean of equal numbers may be off by rounding, which an optimizer that divides by the gradient's size would turn into
+    whole steps. So rows are taken relative to one of their group first.
+    """
+    if not group.numel():
+        return x
+    origin = x.new_full((int(group.max()) + 1,), torch.inf).scatter_reduce(0, group, x.detach(), "amin")
+    x = x - origin[group]
+    return x - (group_sum(x, group) / group_size(group))[group]
 
 
 def group_variance(x: Float[Tensor, " B"], group: Int[Tensor, " B"]) -> Float[Tensor, " G"]:

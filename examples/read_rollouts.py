@@ -17,10 +17,7 @@ def read(run: Path) -> dict[int, list[dict]]:
     files = sorted(run.glob("rollouts/step-*.jsonl"))
     if not files:
         sys.exit(f"{run} has no rollouts")
-    return {
-        int(file.stem.removeprefix("step-")): [json.loads(line) for line in file.read_text().splitlines()]
-        for file in files
-    }
+    return {int(f.stem.removeprefix("step-")): [json.loads(line) for line in f.read_text().splitlines()] for f in files}
 
 
 def question(row: dict) -> str:
@@ -31,12 +28,13 @@ def question(row: dict) -> str:
 def main(run: Path) -> None:
     """Print three tables."""
     steps = read(run)
+    if not any(row["reward"] is not None for rows in steps.values() for row in rows):
+        sys.exit(f"{run} has no rewards: its method learns from completions alone")
     print("step  reward  right  distinct  truncated")
     for step, rows in steps.items():
-        rewards = [row["reward"] for row in rows if row["reward"] is not None]
+        rewards = [row["reward"] for row in rows if row["reward"] is not None] or [float("nan")]
         distinct = len({(row["id"], row["completion"]) for row in rows}) / len(rows)
-        cut = mean(row["finish"] == "length" for row in rows)
-        right = mean(reward >= 1 for reward in rewards)
+        right, cut = mean(reward >= 1 for reward in rewards), mean(row["finish"] == "length" for row in rows)
         print(f"{step:4}  {mean(rewards):6.3f}  {right:5.2f}  {distinct:8.2f}  {cut:9.2f}")
 
     by_question = defaultdict(list)
@@ -45,15 +43,15 @@ def main(run: Path) -> None:
     never = [rows for rows in by_question.values() if max(row["reward"] for row in rows) < 1]
     print(f"\n{len(never)} of {len(by_question)} questions never came right; some of them:")
     for rows in sorted(never, key=len, reverse=True)[:5]:
-        print(
-            f"  {question(rows[0])!r} (answer {rows[0]['answer']}): {sorted({row['completion'] for row in rows})[:4]}"
-        )
+        tried = sorted({row["completion"] for row in rows})[:4]
+        print(f"  {question(rows[0])!r} (answer {rows[0]['answer']}): {tried}")
 
-    weighed = [row for rows in steps.values() for row in rows if row["weight"] is not None]
+    weighed = [row for rows in by_question.values() for row in rows if row["weight"] is not None]
+    weighed.sort(key=lambda row: row["weight"])
     print("\npushed hardest up, and down:")
-    for row in (max(weighed, key=lambda row: row["weight"]), min(weighed, key=lambda row: row["weight"])):
+    for row in weighed[-1:] + weighed[:1]:
         print(f"  {row['weight']:+.3f}  {question(row)!r} -> {row['completion']!r}, reward {row['reward']:g}")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]) if len(sys.argv) == 2 else sys.exit("usage: python examples/read_rollouts.py RUN_FOLDER"))

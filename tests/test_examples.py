@@ -61,3 +61,14 @@ def test_read_rollouts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert lines[-2].split()[0] == f"{hardest['weight']:+.3f}"
     with pytest.raises(SystemExit, match="has no rollouts"):
         execute("read_rollouts.py", str(tmp_path))
+
+
+def test_read_rollouts_says_what_it_needs(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="usage: python examples"):
+        execute("read_rollouts.py")
+    data = tmp_path / "pairs.jsonl"
+    data.write_text((json.dumps({"prompt": "a", "completion": "b"}) + "\n") * 8)
+    run(tmp_path, algorithm={"name": "sft"}, task={"name": "jsonl", "path": str(data)}, reward=None,
+        rollout={"engine": "dataset", "prompts": 4, "completions": 1, "max_tokens": 6})  # fmt: skip
+    with pytest.raises(SystemExit, match="has no rewards"):
+        execute("read_rollouts.py", str(tmp_path / "run"))
