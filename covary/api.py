@@ -609,13 +609,15 @@ def _doctor(resolved: Resolved, tokenizer: Any, end_ids: frozenset[int]) -> Doct
     if config.doctor == "off":
         return None
     turn_end = resolved.open_turn_end(tokenizer, end_ids)
-    extractor = reward.task.extract if isinstance(reward, PooledReward) and isinstance(reward.task, Grader) else "none"
+    built_in = reward.task if isinstance(reward, PooledReward) and isinstance(reward.task, Grader) else None
+    extractor = built_in.extract if built_in else "none"
     facts = Facts(
         max_tokens=resolved.sampling.max_tokens,
         end_tokens=_written(tokenizer, end_ids),
         turn_end=turn_end.text if turn_end else None,
         extractor=extractor,
         extract=EXTRACTORS[extractor] if extractor != "none" else None,
+        grader=built_in.name if built_in else "",
         needs_reward=config.algorithm.needs_reward,
     )
     return Doctor(facts, stop=config.doctor == "stop")

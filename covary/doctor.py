@@ -53,6 +53,7 @@ class Facts:
         turn_end: what the chat template puts behind an answer, where that ends no completion.
         extract: the extractor of the training grader, None where it reads the whole text.
         extractor: its name.
+        grader: of training, where it is a built-in one.
         needs_reward: the method learns from rewards.
     """
 
@@ -61,6 +62,7 @@ class Facts:
     turn_end: str | None = None
     extract: Callable[[str], str | None] | None = None
     extractor: str = "none"
+    grader: str = ""
     needs_reward: bool = True
 
 
@@ -179,7 +181,16 @@ def _no_end(step: Step) -> str | None:
 
 def _unparsed(step: Step) -> str | None:
     extract, texts = step.facts.extract, [c.text for c in step.sampled]
-    if extract is None or not texts or any(extract(text) is not None for text in texts):
+    if extract is None:
+        graded = sum(map(len, step.rewards))
+        if not graded or step.row.get("rows/unparsable", 0) < graded:
+            return None
+        return (
+            f"the grader {step.facts.grader!r} could read an answer in none of {graded} completions, so each got 0: ask for "
+            "its form in the prompt (task.instruction, task.system, worked examples), or choose a task.extract or another "
+            "grader"
+        )
+    if not texts or any(extract(text) is not None for text in texts):
         return None
     return (
         f"the extractor {step.facts.extractor!r} found an answer in none of {len(texts)} completions, so each got 0 "

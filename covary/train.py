@@ -219,6 +219,7 @@ def train_step(run: Run, sampler: Sampler, progress: Progress, log: RunLog) -> d
         "prompts/too_long",
         "rows/invalid",
         "rows/unscorable",
+        "rows/unparsable",
         "groups/singleton",
         "groups/deselected",
         "updates/skipped",
@@ -274,7 +275,7 @@ def collect(
         with clock("score"):
             attach(groups, run.engine.score(groups, early) if early and groups else {})
         with clock("reward"):
-            errors += _reward(run, groups)
+            errors += _reward(run, groups, count)
         run.rollout.observe(groups)
         groups = _usable(run, groups, count)
         if not groups or not _overrides(run.algorithm, "select"):
@@ -487,15 +488,25 @@ def _warn_once(run: Run, what: str, text: str) -> None:
 # -- scores and rewards ----------------------------------------------------------------------------------
 
 
-def _reward(run: Run, groups: list[Group]) -> list[str]:
-    """Rewards from the data, from the algorithm's own early scores, or from the grader, in this order."""
+def _reward(run: Run, groups: list[Group], count: dict[str, float]) -> list[str]:
+    """Rewards from the data, from the algorithm's own early scores, or from the grader, in this order.
+
+    Returns:
+        Why rows have none.
+    """
     if not groups or all(group.rewards is not None for group in groups):
         return []
     own = None
     if _overrides(run.algorithm, "reward"):
         own = run.algorithm.reward(collate(groups, run.sampling.max_tokens))
     if own is None:
-        return errors(grade(groups, run.reward)) if run.reward is not None else []
+        if run.reward is None:
+            return []
+        verdicts = grade(groups, run.reward)
+        count["rows/unparsable"] += sum(
+            verdict.grade is not None and verdict.grade.verdict == "unparsable" for own in verdicts for verdict in own
+        )
+        return errors(verdicts)
     if own.shape != (len(rows_of(groups)),):
         raise ValueError(f"{type(run.algorithm).__name__}.reward gave shape {tuple(own.shape)}, not one number per row")
     values = iter(own.tolist())

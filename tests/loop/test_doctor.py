@@ -63,6 +63,7 @@ PROVOKED: list[tuple[str, int, dict[str, Any], str]] = [
     ("truncated", 3, SHORT, r"100% of the completions were cut at rollout.max_tokens = 2,"),
     ("no_end", 5, SHORT, r"not one of 16 completions .* no end token \('<\|im_end\|>'\)"),
     ("unparsed", 3, {"task": Boxed(), "reward": None}, "extractor 'boxed' found an answer in none of 16 completions"),
+    ("unparsed", 3, {"reward": "answer_tags"}, "the grader 'answer_tags' could read an answer in none of 16"),
     ("unscorable", 3, {"reward": lambda completion, answer: None}, "none of 16 completions got a reward"),
     ("no_update", 3, {"optimizer": {"lr": 0.0}}, "the learning rate is 0"),
     ("no_update", 3, {"algorithm": Detached()}, "the gradient is exactly 0: the method keeps none"),
