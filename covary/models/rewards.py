@@ -5,6 +5,7 @@ What can be told without their weights is checked at once; the weights are read 
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -39,10 +40,12 @@ class WithModel:
 
     Attributes:
         name: how messages call it.
+        prompt_sha256: of what a judge is sent around an answer; None where nothing is.
     """
 
-    def __init__(self, name: str, make: Callable[[], Reward]) -> None:
+    def __init__(self, name: str, make: Callable[[], Reward], form: str | None = None) -> None:
         self.name = name
+        self.prompt_sha256 = None if form is None else hashlib.sha256(form.encode()).hexdigest()
         self._make = make
         self._made: Reward | None = None
 
@@ -102,8 +105,8 @@ def build_model_reward(spec: RewardModel | JudgeReward, key: str, device: str) -
     if judge.server is not None:
         server = judge.server
         ask = ChatServer(server.url, judge.model, judge.max_tokens, server.concurrency, server.timeout, api_key)
-        return WithModel(judge.model, lambda: JudgedReward(judge.model, JudgePrompt(form), ask, replies))
-    return WithModel(judge.model, lambda: _local_judge(judge, form, replies, f"{key}.model", device))
+        return WithModel(judge.model, lambda: JudgedReward(judge.model, JudgePrompt(form), ask, replies), form)
+    return WithModel(judge.model, lambda: _local_judge(judge, form, replies, f"{key}.model", device), form)
 
 
 def _reward_model(spec: RewardModel, key: str, device: str) -> ModelReward:

@@ -29,7 +29,8 @@ def compares_answers(reward: Reward) -> bool:
 def grader_version(reward: Reward) -> dict[str, str | None]:
     """Stored beside an evaluation, since another grader gives other numbers.
 
-    Name, extractor and a hash of the source; of built-in graders the versions of the libraries that they use.
+    Name, extractor and a hash of the source; of built-in graders the versions of the libraries that they use; of a judge
+    a hash of its prompt.
 
     The source of a Python function that no file holds is not known: its hash is None.
     """
@@ -42,8 +43,10 @@ def grader_version(reward: Reward) -> dict[str, str | None]:
             "source_sha256": _digest(sources),
             **{library: _version(library) for library in sorted(_LIBRARIES)},
         }
+    prompt = getattr(reward, "prompt_sha256", None)
     return {
         "name": reward.name,
+        **({"prompt_sha256": prompt} if prompt is not None else {}),
         "source_sha256": _digest([Path(task.path)]) if isinstance(task, FunctionFile) else None,
     }
 

@@ -180,3 +180,23 @@ def test_a_prompt_file_needs_its_slots(tmp_path: Path):
         load_form(str(path), "reward.judge.prompt_file", (("output", "completion"),))
     with pytest.raises(UserError, match="cannot be read"):
         load_form(str(tmp_path / "none.txt"), "reward.judge.prompt_file", ())
+
+
+def test_an_evaluation_remembers_the_judges_prompt(tmp_path: Path) -> None:
+    """Other words to the judge give other numbers."""
+    from covary.models.rewards import build_model_reward
+    from covary.rewards.facts import grader_version
+    from covary.settings import Judge, JudgeReward, JudgeServer
+
+    file = tmp_path / "prompt.txt"
+
+    def version(text: str | None) -> dict[str, str | None]:
+        file.write_text(text or "")
+        server = JudgeServer(url="http://127.0.0.1:1/v1")
+        judge = Judge(model="a/b", server=server, prompt_file=None if text is None else str(file))
+        return grader_version(build_model_reward(JudgeReward(judge), "reward", "cpu"))
+
+    own, other, shipped = version("{answer} {completion}"), version("{answer}! {completion}"), version(None)
+    assert own == version("{answer} {completion}")
+    assert len({v["prompt_sha256"] for v in (own, other, shipped)}) == 3
+    assert own["name"] == "a/b"
