@@ -42,7 +42,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         data |= {"out": f"{folder}/run", "steps": arguments.steps + warm_up, "log": {"samples": 0}}
         run = build(resolve(validate(data, where=arguments.recipe)), Screen(silent=True))
-        run.evaluator = None
+        run.evaluators = []
         run_and_close(run, None)
         lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines][1 + warm_up :]

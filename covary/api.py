@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,9 @@ from covary.rollout.given import GivenRollout
 from covary.rollout.replay import ReplayRollout
 from covary.rollout.transformers import TransformersRollout
 from covary.seeding import derive_seed
-from covary.settings import JudgeReward, RewardModel
+from covary.settings import Eval, JudgeReward, RewardModel
 from covary.stop import Stop
+from covary.tasks import BENCHMARKS, Benchmark
 from covary.tasks.task import Task
 from covary.trackers import Tracker
 from covary.train import Run, Schedule, planned_steps
@@ -186,7 +188,7 @@ def _from_anywhere(config: RunConfig) -> RunConfig:
         config,
         task=replace(task, **{name: absolute(getattr(task, name)) for name in files}) if files else task,
         reward=reward(config.reward),
-        eval=replace(config.eval, reward=reward(config.eval.reward)),
+        eval=replace(config.eval, reward=reward(config.eval.reward), data_dir=absolute(config.eval.data_dir)),
         model=replace(config.model, name=absolute(config.model.name)),
         rollout=replace(config.rollout, file=given),
     )
@@ -323,6 +325,7 @@ class Resolved:
     sampling: Sampling
     eval_sampling: Sampling
     given: dict[str, list[str]]
+    benchmarks: list[Task]
     fingerprints: dict[str, str]
     """Of what a resume must find again, by what a person calls it."""
 
@@ -360,7 +363,8 @@ class Resolved:
         Raises:
             UserError: naming the example and the lengths.
         """
-        check_lengths(self.task.test, self.template, tokenizer, architecture, self.eval_sampling.max_tokens)
+        for task in (self.task, *self.benchmarks):
+            check_lengths(task.test, self.template, tokenizer, architecture, self.eval_sampling.max_tokens)
         some = self.task.train[:: math.ceil(len(self.task.train) / CHECKED_PROMPTS)]
         room = self.room(architecture)
         complaints = [c for e in some if (c := room.complaint(prompt_group(e, self.template, tokenizer)))]
@@ -424,6 +428,8 @@ def resolve(config: RunConfig, function: Callable[..., object] | None = None) ->
             "nothing"
         )
         task = replace(task, notes=[*task.notes, note])
+    benchmarks = _benchmarks(eval_, task)
+    task = replace(task, notes=[*task.notes, *_seen_in_training(task.train, benchmarks)])
     stop = (*rollout.stop, *([template.stop] if template.stop else []))
     return Resolved(
         config,
@@ -435,8 +441,40 @@ def resolve(config: RunConfig, function: Callable[..., object] | None = None) ->
         # A trace's stop string is no end of an answer.
         Sampling(eval_.max_tokens or rollout.max_tokens, eval_.temperature, rollout.stop),
         given,
+        benchmarks,
         fingerprints,
     )
+
+
+def _benchmarks(eval_: Eval, task: Task) -> list[Task]:
+    """What `eval.tasks` names, loaded.
+
+    Raises:
+        UserError: no benchmark, one named twice or like the run's task, or an option of benchmarks without any.
+    """
+    for option in ("data_dir", "limit"):
+        if getattr(eval_, option) is not None and not eval_.tasks:
+            raise UserError(f"eval.{option}: would be ignored, eval.tasks names no benchmark")
+    names = [task.name]
+    for name in eval_.tasks:
+        if name not in BENCHMARKS:
+            near = get_close_matches(name, BENCHMARKS, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise UserError(f"eval.tasks: {name!r} is no benchmark ({', '.join(BENCHMARKS)}){hint}")
+        if name in names:
+            raise UserError(f"eval.tasks: two tasks would report eval/{name}")
+        names.append(name)
+    return [load_task(Benchmark(name, data_dir=eval_.data_dir, test=eval_.limit)) for name in eval_.tasks]
+
+
+def _seen_in_training(train: Sequence[Example], benchmarks: Sequence[Task]) -> Iterator[str]:
+    if not benchmarks:
+        return
+    asked = {" ".join(text.split()) for example in train for text in _question_texts(example)}
+    for task in benchmarks:
+        seen = sum(any(" ".join(text.split()) in asked for text in _question_texts(example)) for example in task.test)
+        if seen:
+            yield f"{seen} of {len(task.test)} questions of {task.name} are training rows: its accuracy will flatter"
 
 
 # Equal text for equal values of JSON's kinds; of another object its kind alone, whose text may hold an address.
@@ -555,19 +593,20 @@ def build(resolved: Resolved, screen: Screen) -> Run:
     sampler.on_progress = screen.completions
     if warning := resolved.end_warning(tokenizer, sampler.end_ids):
         screen.say(f"note: {warning}")
-    evaluator = None
-    if resolved.eval_reward is not None and task.test:
-        evaluator = Evaluator(
-            name=task.name,
-            examples=task.test,
+    evaluators = [
+        Evaluator(
+            name=asked.name,
+            examples=asked.test,
             rollout=sampler,
-            reward=resolved.eval_reward,
+            reward=grader,
             template=resolved.template,
             tokenizer=tokenizer,
             sampling=resolved.eval_sampling,
             samples=config.eval.samples,
             seed=derive_seed(config.seed, "eval"),
         )
+        for asked, grader in _graded(resolved)
+    ]
     steps = planned_steps(config.steps, config.epochs, len(task.train), config.rollout.prompts)
     return Run(
         folder=Path(config.out or "."),
@@ -580,7 +619,7 @@ def build(resolved: Resolved, screen: Screen) -> Run:
         reward=resolved.reward,
         rollout=_rollout(config, sampler, resolved.given, tokenizer),
         engine=engine,
-        evaluator=evaluator,
+        evaluators=evaluators,
         sampling=resolved.sampling,
         schedule=Schedule(config.optimizer.lr, steps, config.optimizer.warmup, config.optimizer.schedule),
         steps=steps,
@@ -602,6 +641,18 @@ def build(resolved: Resolved, screen: Screen) -> Run:
         doctor=_doctor(resolved, tokenizer, sampler.end_ids),
         tracker=_tracker(config, screen),
     )
+
+
+def _graded(resolved: Resolved) -> Iterator[tuple[Task, Reward]]:
+    """Every task that is evaluated, with its reward. Benchmarks of one grader share its processes."""
+    if resolved.eval_reward is not None and resolved.task.test:
+        yield resolved.task, resolved.eval_reward
+    graders: dict[Grader, Reward] = {}
+    for task in resolved.benchmarks:
+        assert task.grader is not None  # every benchmark has one
+        if task.grader not in graders:
+            graders[task.grader] = build_reward(task.grader)
+        yield task, graders[task.grader]
 
 
 def _doctor(resolved: Resolved, tokenizer: Any, end_ids: frozenset[int]) -> Doctor | None:
@@ -799,7 +850,7 @@ def run_and_close(run: Run, resume: checkpoints.Checkpoint | None) -> Trained:
         KeyboardInterrupt, SystemExit: the run was stopped by a signal, after a checkpoint of its last step.
     """
     stop = Stop()
-    rewards = {id(r): r for r in (run.reward, run.evaluator.reward if run.evaluator else None) if r is not None}
+    rewards = {id(r): r for r in (run.reward, *(e.reward for e in run.evaluators)) if r is not None}
     try:
         with stop.listening(), _way_on(run.folder):
             metrics = run_loop(run, resume, stop)

@@ -151,7 +151,7 @@ def _tiny_step(resolved: Resolved) -> str:
         )
         sampling = replace(resolved.sampling, max_tokens=tokens)
         run = build(replace(resolved, config=small, sampling=sampling), Screen(silent=True))
-        run.evaluator = None
+        run.evaluators = []
         try:
             row = run_and_close(run, None).metrics
         except RunError as error:

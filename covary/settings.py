@@ -205,6 +205,12 @@ class Eval:
     """Tokens a completion, at most. None: `rollout.max_tokens`."""
     reward: Text | RewardModel | JudgeReward | None = None
     """As the recipe's `reward`. None: the task's grader, or `reward` where it has none."""
+    tasks: tuple[Text, ...] = ()
+    """Benchmarks that are evaluated beside the task's test split, each by its own grader."""
+    data_dir: Text | None = None
+    """Folder with a folder per benchmark. None: from the hub."""
+    limit: PositiveInt | None = None
+    """Questions of each benchmark, at most, the same ones every time. None: all."""
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,7 @@ class Run:
 
     Attributes:
         room: what the model can read; prompts that leave no room for a completion are skipped.
+        evaluators: of the task's test split, and of benchmarks.
         prompts: prompts a rollout.
         completions: k.
         updates: optimizer batches per pass over a rollout.
@@ -116,7 +117,7 @@ class Run:
     reward: Reward | None
     rollout: RolloutEngine
     engine: TrainEngine
-    evaluator: Evaluator | None
+    evaluators: Sequence[Evaluator]
     sampling: Sampling
     schedule: Schedule
     steps: int
@@ -571,16 +572,17 @@ def _diagnose(run: Run, row: dict[str, float], groups: list[Group]) -> dict[str,
 
 
 def _evaluate(run: Run) -> dict[str, float]:
-    if run.evaluator is None:
-        return {}
-    metrics, errors = run.evaluator()
-    if errors:
-        _warn_once(
-            run,
-            "evaluation",
-            f"{len(errors)} completions of the evaluation could not be scored; the first: {errors[0]}",
-        )
-    return metrics
+    found: dict[str, float] = {}
+    for evaluator in run.evaluators:
+        metrics, errors = evaluator()
+        if errors:
+            _warn_once(
+                run,
+                f"evaluation {evaluator.name}",
+                f"{len(errors)} completions of the evaluation could not be scored; the first: {errors[0]}",
+            )
+        found |= metrics
+    return found
 
 
 def _evaluation_is_due(run: Run, step: int) -> bool:

@@ -359,6 +359,7 @@ class Benchmark:
                         problem.question, instruction=instruction, examples=self.examples, system=self.system
                     ),
                     answer=problem.answer,
+                    given_prompt=[{"role": "user", "content": problem.question}],
                     columns={
                         name: value
                         for name, value in (("category", problem.category), ("tolerance", problem.tolerance))

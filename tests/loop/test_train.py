@@ -246,7 +246,7 @@ def test_a_model_that_turned_non_finite_stops_the_run(tmp_path):
         where="test",
     )  # fmt: skip
     built = build(resolve(config, vowels), Screen(quiet=True))
-    built.evaluator = None
+    built.evaluators = []
     forward = built.engine.forward_backward
 
     def breaks(groups, batch, algorithm):
@@ -307,6 +307,35 @@ def test_a_checkpoint_without_a_configuration_is_no_checkpoint(tmp_path):
     newest = write_checkpoint(tmp_path, 2)
     (newest / "config.json").unlink()
     assert latest(tmp_path).step == 1
+
+
+def test_benchmarks_are_evaluated_beside_the_test_split(tmp_path, capsys, monkeypatch):
+    """The numbers of `covary.evaluate`; one question of the benchmark is a training row."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"question": f"What is {i} + 0?", "answer": f"#### {i}"} for i in range(6)] + [
+        {"question": f"{i} + {i % 5} =", "answer": "#### 1"} for i in (9,)
+    ]
+    (tmp_path / "data" / "gsm8k").mkdir(parents=True)
+    (tmp_path / "data" / "gsm8k" / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked = {"tasks": ["gsm8k"], "data_dir": "data", "samples": 2}
+    trained = run(tmp_path, eval=asked)
+    own = covary.evaluate(
+        trained, covary.tasks.Benchmark("gsm8k", data_dir="data"), samples=2, max_tokens=6
+    )  # fmt: skip
+    for row in metrics(tmp_path / "run"):
+        assert ("eval/gsm8k/length" in row) == ("eval/sums/length" in row) == (row["step"] in (0, 2))
+    last = metrics(tmp_path / "run")[-1]
+    for name in ("length", "truncated", "accuracy", "reward"):
+        assert last[f"eval/gsm8k/{name}"] == own[f"eval/gsm8k/{name}"]
+    assert "1 of 7 questions of gsm8k are training rows" in capsys.readouterr().out
+    covary.train(resume=tmp_path / "run", steps=3, eval={**asked, "limit": 3}, quiet=True, reward=vowels)
+    for wrong, message in (
+        ({"tasks": ["gsm9k"]}, "'gsm9k' is no benchmark .*; did you mean gsm8k"),
+        ({"tasks": ["gsm8k", "gsm8k"], "data_dir": "data"}, "two tasks would report eval/gsm8k"),
+        ({"limit": 3}, r"eval\.limit: would be ignored"),
+    ):
+        with pytest.raises(UserError, match=message):
+            run(tmp_path, out=str(tmp_path / "other"), eval=wrong)
 
 
 def test_a_file_named_like_a_shipped_model_changes_no_recipe(tmp_path, monkeypatch):
