@@ -196,6 +196,10 @@ class Algorithm:
         """Numbers to log, once per optimizer batch, on detached scores."""
         return {}
 
+    def teacher_note(self, same_tokens: bool) -> str | None:
+        """What to tell at the start of a run with such a teacher (with the policy's own tokens, or others)."""
+        return None
+
 
 class RolloutEngine(Protocol):
     """Samples completions."""

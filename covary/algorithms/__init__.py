@@ -11,6 +11,7 @@ from covary.algorithms.gpg import GPG
 from covary.algorithms.grpo import GRPO
 from covary.algorithms.gspo import GSPO
 from covary.algorithms.gvpo import GVPO
+from covary.algorithms.gvpo_opd import GVPOOPD
 from covary.algorithms.raft import RAFT
 from covary.algorithms.reinforce_pp import ReinforcePP
 from covary.algorithms.reinforce_pp_baseline import ReinforcePPBaseline
@@ -35,4 +36,5 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "raft": RAFT,
     "dpo": DPO,
     "sft": SFT,
+    "gvpo_opd": GVPOOPD,
 }
