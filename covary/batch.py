@@ -159,6 +159,8 @@ class Algorithm:
     offline: ClassVar[bool] = False
     """Learns from given completions only."""
     needs_reward: ClassVar[bool] = True
+    sources: ClassVar[tuple[str, ...]] = ("policy",)
+    """Sources that a plan may ask for. May be a property."""
     normalisers: ClassVar[tuple[str, ...]] = ()
     """Names of prepared numbers whose totals the loss divides by."""
     frozen: ClassVar[tuple[Score, ...]] = ()

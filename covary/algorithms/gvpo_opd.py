@@ -93,7 +93,7 @@ class GVPOOPD(Algorithm):
         """The log-ratio to the teacher in nats a completion, lengths in tokens, and the share that was cut off."""
         log_ratio = self._log_ratio(scores, batch)
         student = batch.mask.sum(-1).double()
-        teacher = batch["teacher_tokens"] if "teacher_tokens" in batch else student
+        teacher = batch.numbers.get("teacher_tokens", student)
         return {
             "gvpo_opd/log_ratio": float(log_ratio.mean()),
             "gvpo_opd/log_ratio_variance": float(group_variance(log_ratio, batch.group).mean()),
@@ -115,7 +115,7 @@ class GVPOOPD(Algorithm):
         return (self.length_ref / completion.sampled_length) ** self.alpha
 
     def _log_ratio(self, scores: Scores, batch: Batch) -> Float[Tensor, " B"]:
-        """l - l^t, summed in float64: the two sums have no tokens in common whose difference could come first."""
+        """L - l^t, summed in float64: the two sums have no tokens in common whose difference could come first."""
         return masked_sum(scores["policy"].double(), batch.mask) - batch["teacher"]
 
 
