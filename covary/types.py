@@ -121,7 +121,8 @@ class Group:
 class Request:
     """What a plan asks the rollout engine for: `count` completions of one kind.
 
-    `learn=False` rows feed the rewards and `prepare` and then leave.
+    `learn=False` rows feed the rewards and `prepare` and then leave. `mixed` draws every token from
+    teacher_share * teacher + (1 - teacher_share) * policy.
     """
 
     count: int
@@ -129,6 +130,7 @@ class Request:
     context: str = "prompt"
     decoding: Literal["sample", "greedy"] = "sample"
     learn: bool = True
+    teacher_share: float = 0.0
 
 
 @dataclass(frozen=True)
