@@ -60,6 +60,7 @@ def _score_chunk(
     models: Sequence[nn.Module], quantities: Sequence[Quantity], temperature: float, tokens: Tensor, *hidden: Tensor
 ) -> Tensor:
     logps = [
-        torch.log_softmax(project(model, h) / temperature, dim=-1) for model, h in zip(models, hidden, strict=True)
+        torch.log_softmax(project(model, h) / temperature, dim=-1).to(tokens.device)  # a teacher may lie elsewhere
+        for model, h in zip(models, hidden, strict=True)
     ]
     return torch.stack([quantity(*logps, tokens) for quantity in quantities])

@@ -99,6 +99,7 @@ def score_groups(
     for score in scores:
         alike[score.stream_pair, score.tokens].append(score)
     rows = [completion for group in groups for completion in group.completions]
+    home = next(iter(models.values())).device  # the policy's: scores of models elsewhere come here
     for (streams, tokens), same in alike.items():
         for stream in streams:
             key = (id(models[stream.model]), stream.context)
@@ -106,11 +107,11 @@ def score_groups(
                 states[key] = forward(models[stream.model], groups, stream.context)
         read = [states[id(models[stream.model]), stream.context] for stream in streams]
         targets = [(i, t, row.tokens[t]) for i, row in enumerate(rows) for t in row.role_positions(tokens)]
-        flat = torch.tensor(targets, device=read[0].hidden.device, dtype=torch.long).reshape(-1, 3)
+        flat = torch.tensor(targets, device=home, dtype=torch.long).reshape(-1, 3)
         row, position, token = flat.unbind(1)
         values = score_hidden(
             [models[stream.model] for stream in streams],
-            [state.before(row, position) for state in read],
+            [state.before(row.to(state.hidden.device), position.to(state.hidden.device)) for state in read],
             token,
             [_quantity(score) for score in same],
             temperature,
