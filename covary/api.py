@@ -33,6 +33,8 @@ from covary.config import (
 )
 from covary.doctor import Doctor, Facts, open_turn
 from covary.engines.local import LocalEngine
+from covary.engines.reader import LocalLogProbs, Reader
+from covary.engines.remote import server_log_probs
 from covary.evaluate import Evaluator
 from covary.jsonlines import read_jsonl
 from covary.lock import LOCK_FILE, run_lock
@@ -42,6 +44,7 @@ from covary.models.loading import (
     context_length,
     generation_defaults,
     load_config,
+    load_generation_config,
     load_model,
     load_tokenizer,
     model_path,
@@ -49,6 +52,7 @@ from covary.models.loading import (
 )
 from covary.models.lora import add_lora, initial_policy, need_peft
 from covary.models.rewards import WithModel, build_model_reward
+from covary.models.teacher import LocalTeacher, check_prompts, describe, load_teacher, read_teacher
 from covary.prompts import Room, Template, TurnEnd, load_template, open_turn_end, prompt_group
 from covary.quantities import QUANTITIES
 from covary.rewards import EXTRACTORS, GRADERS, Grader, Reward, build_reward
@@ -56,9 +60,10 @@ from covary.rewards.reward import PooledReward
 from covary.rollout.dataset import DatasetRollout
 from covary.rollout.given import GivenRollout
 from covary.rollout.replay import ReplayRollout
-from covary.rollout.transformers import TransformersRollout
+from covary.rollout.transformers import TransformersRollout, end_ids
+from covary.scoring.reading import Reading
 from covary.seeding import derive_seed
-from covary.settings import JudgeReward, RewardModel
+from covary.settings import JudgeReward, RewardModel, Teacher, TeacherServer
 from covary.stop import Stop
 from covary.tasks.task import Task
 from covary.trackers import Tracker
@@ -177,6 +182,12 @@ def _from_anywhere(config: RunConfig) -> RunConfig:
         cache = str(Path(judge.cache).expanduser().absolute()) if judge.cache is not None else None
         return JudgeReward(replace(judge, model=model, prompt_file=absolute(judge.prompt_file), cache=cache))
 
+    teacher = config.teacher
+    if isinstance(teacher, Teacher):
+        teacher = replace(teacher, model=absolute(teacher.model))
+    elif teacher is not None:  # the server knows its model by the name as it was given
+        name = teacher.served_model or teacher.tokenizer
+        teacher = replace(teacher, tokenizer=absolute(teacher.tokenizer), served_model=name)
     given = config.rollout.file and replace(config.rollout.file, path=absolute(config.rollout.file.path))
     task = config.task
     files = [name for name in ("path", "test_path", "template") if isinstance(getattr(task, name, None), str)]
@@ -186,6 +197,7 @@ def _from_anywhere(config: RunConfig) -> RunConfig:
         reward=reward(config.reward),
         eval=replace(config.eval, reward=reward(config.eval.reward)),
         model=replace(config.model, name=absolute(config.model.name)),
+        teacher=teacher,
         rollout=replace(config.rollout, file=given),
     )
 
@@ -337,6 +349,33 @@ class Resolved:
         if turn_end is None or turn_end.token is None:
             return None
         return open_turn(turn_end.text, _written(tokenizer, end_ids))
+
+    def reading(self, tokenizer: Any, architecture: Any, *, offline: bool = False) -> Reading | None:
+        """How the teacher reads the student, without any weights; None where the recipe has no teacher.
+
+        Raises:
+            UserError: its tokenizer cannot be loaded, or the method needs a teacher with the student's tokens.
+        """
+        config = self.config
+        if config.teacher is None:
+            return None
+        generation = load_generation_config(config.model.name, offline=offline)
+        ends = end_ids(tokenizer, generation, architecture.get_text_config(decoder=True))
+        reading = read_teacher(config.teacher, tokenizer, ends, self.template, offline=offline)
+        _check_tokens(config, reading)
+        return reading
+
+    def teacher_lines(self, reading: Reading, tokenizer: Any) -> list[str]:
+        """What a person should see of a teacher before a run.
+
+        Raises:
+            UserError: it can read no prompt.
+        """
+        some = self.task.train[:: math.ceil(len(self.task.train) / CHECKED_PROMPTS)]
+        note = check_prompts(reading, some, self.sampling.max_tokens)
+        tilt = self.config.algorithm.teacher_note(reading.same_tokens)
+        notes = [f"note: {line}" for line in (note, tilt) if line is not None]
+        return [*describe(reading, prompt_group(self.task.train[0], self.template, tokenizer)), *notes]
 
     def check_lengths(self, tokenizer: Any, architecture: Any) -> list[str]:
         """Refuse prompts that leave no room for a completion in the model's context.
@@ -491,6 +530,15 @@ def build(resolved: Resolved, screen: Screen) -> Run:
     for line in resolved.check_lengths(tokenizer, architecture):
         screen.say(f"note: {line}")
 
+    reading = resolved.reading(tokenizer, architecture)
+    teacher = None
+    if reading is not None:
+        for line in resolved.teacher_lines(reading, tokenizer):
+            screen.say(line)
+        if isinstance(config.teacher, Teacher):  # before the run's own seed, as the rewards' models
+            vocabulary = architecture.get_text_config().vocab_size
+            teacher = load_teacher(config.teacher, reading, device=device, student_vocabulary=vocabulary)
+
     _seed_everything(config.seed)
     model = load_model(config.model.name, device=device, trust_remote_code=config.model.trust_remote_code)
     if defaults := generation_defaults(model):
@@ -499,9 +547,17 @@ def build(resolved: Resolved, screen: Screen) -> Run:
     if config.model.lora is not None:
         add_lora(model, config.model.lora, model_path(config.model.name))
     autocast = torch.bfloat16 if config.engine.autocast == "bfloat16" else None
+    frozen = {"initial": initial_policy(model)} if "initial" in resolved.models else {}
+    template, room = resolved.template, resolved.room(architecture)
+    if teacher is not None and teacher.same_tokens:  # a module beside the policy, with a prompt of its own
+        frozen["teacher"] = teacher.model
+        template = replace(template, others={"teacher": teacher.reading.prompt})
+        limits = Room(teacher.reading.context, teacher.reading.vocabulary, room.max_tokens)
+        room = replace(room, others={"teacher": limits})
     engine = LocalEngine(
         model,
-        frozen={"initial": initial_policy(model)} if "initial" in resolved.models else {},
+        frozen=frozen,
+        reader=_reader(config, reading, teacher),
         reference=reference_model(config),
         micro_batch_tokens=config.engine.micro_batch_tokens,
         autocast=autocast,
@@ -538,8 +594,8 @@ def build(resolved: Resolved, screen: Screen) -> Run:
         algorithm=algorithm,
         model=model,
         tokenizer=tokenizer,
-        template=resolved.template,
-        room=resolved.room(architecture),
+        template=template,
+        room=room,
         examples=task.train,
         reward=resolved.reward,
         rollout=_rollout(config, sampler, resolved.given, tokenizer),
@@ -566,6 +622,16 @@ def build(resolved: Resolved, screen: Screen) -> Run:
         doctor=_doctor(resolved, tokenizer, sampler.end_ids),
         tracker=_tracker(config, screen),
     )
+
+
+def _reader(config: RunConfig, reading: Reading | None, teacher: LocalTeacher | None) -> Reader | None:
+    """The teacher as something that reads text, where it is no module beside the policy."""
+    if reading is None or (teacher is not None and teacher.same_tokens):
+        return None
+    if teacher is not None:
+        return Reader(reading, LocalLogProbs(teacher.model, config.engine.micro_batch_tokens))
+    assert isinstance(config.teacher, TeacherServer)
+    return Reader(reading, server_log_probs(config.teacher))
 
 
 def _doctor(resolved: Resolved, tokenizer: Any, end_ids: frozenset[int]) -> Doctor | None:
@@ -669,15 +735,30 @@ def _check_needs(config: RunConfig, template: Template) -> None:
                 f"algorithm: the score {score.name!r} asks for {quantity!r}; quantities are {', '.join(QUANTITIES)}"
             )
         for stream in score.stream_pair:
-            if stream.context not in template.contexts:
+            if stream.model != "teacher" and stream.context not in template.contexts:
                 raise UserError(
                     f"task.template: {template.name} has no context {stream.context!r}, which the score {score.name!r} "
                     f"reads; it has {', '.join(template.contexts)}"
                 )
-            if stream.model == "teacher":
-                raise UserError(f"algorithm: the score {score.name!r} reads a teacher, which no engine has yet")
+        if isinstance(config.teacher, TeacherServer) and len(score.stream_pair) > 1 and "teacher" in score.models:
+            raise UserError(
+                f"teacher.url: the score {score.name!r} compares whole distributions, and a server gives log-probs of "
+                "tokens only; use teacher.model"
+            )
         if (score.tokens != "sampled" or score.per == "example") and template.answer is None:
             raise UserError(f"task.template: {template.name} appends no answer, which the score {score.name!r} reads")
+
+
+def _check_tokens(config: RunConfig, reading: Reading) -> None:
+    """With another tokenizer a teacher has one number for each text, and nothing else."""
+    if reading.same_tokens:
+        return
+    for score in (*config.algorithm.frozen, *config.algorithm.trained):
+        if "teacher" in score.models and (score.level == "token" or len(score.stream_pair) > 1):
+            raise UserError(
+                f"teacher: its tokenizer is not the student's, and the score {score.name!r} compares them token by token; "
+                "algorithm.name: gvpo_opd learns from a teacher with any tokenizer"
+            )
 
 
 def _rewards(

@@ -43,9 +43,11 @@ from covary.settings import (
     Optimizer,
     RewardModel,
     Rollout,
+    Teacher,
+    TeacherServer,
     Text,
 )
-from covary.types import Example, UserError
+from covary.types import Example, Score, UserError
 
 if TYPE_CHECKING:
     from covary.batch import Algorithm
@@ -69,7 +71,7 @@ class RunConfig:
         optimizer: AdamW, and how a rollout is cut into updates.
         engine: how scores and gradients are computed.
         reference: the model behind `reference` streams, see `reference_model`. None: old.
-        teacher: always None; no algorithm of this version reads a teacher.
+        teacher: the model that a distillation method learns from.
         eval: evaluation on the test split.
         checkpoint: when to save.
         log: what to report.
@@ -88,7 +90,7 @@ class RunConfig:
     optimizer: Optimizer = field(default_factory=Optimizer)
     engine: Engine = field(default_factory=Engine)
     reference: Literal["old", "initial"] | None = None
-    teacher: None = None
+    teacher: Teacher | TeacherServer | None = None
     eval: Eval = field(default_factory=Eval)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     log: Log = field(default_factory=Log)
@@ -265,8 +267,6 @@ def validate(data: Mapping[str, Any], *, where: str) -> RunConfig:
             continue
         if data.get(key) is None:
             built[key] = getattr(RunConfig, key)
-        elif key == "teacher":
-            problems.append("teacher: no algorithm of this version reads a teacher; leave the key out")
         else:
             _set_checked(built, key, hint, data[key], key, problems)
     problems += _conflicts(built)
@@ -534,6 +534,15 @@ def _conflicts(built: Mapping[str, Any]) -> Iterator[str]:
         yield f"reward: would be ignored, {name} trains without a reward; to grade evaluation set eval.reward"
     if built.get("reference") is not None and not _reads_reference(algorithm):
         yield f"reference: would be ignored, {name} reads no reference model"
+    if "teacher" in built:
+        teacher, reads = built["teacher"], reads_teacher(algorithm)
+        if teacher is None and reads:
+            yield f"teacher: is required, {name} learns from one; takes {_takes(_HINTS['teacher'])}"
+        if teacher is not None and not reads:
+            yield f"teacher: would be ignored, {name} reads no teacher"
+    engine: Engine | None = built.get("engine")
+    if engine and engine.logprob_temperature != 1 and _scores_of_teacher(algorithm):
+        yield "engine.logprob_temperature: takes 1 with a teacher, which would else be met at another temperature"
 
 
 def _any_completions(algorithm: Algorithm) -> bool:
@@ -551,6 +560,15 @@ def _enough(algorithm: Algorithm, k: int) -> bool:
 
 def _reads_reference(algorithm: Algorithm) -> bool:
     return any("reference" in score.models for score in algorithm.frozen)
+
+
+def reads_teacher(algorithm: Algorithm) -> bool:
+    """Whether a method scores with a teacher or samples from one."""
+    return bool(_scores_of_teacher(algorithm)) or not {"teacher", "mixed"}.isdisjoint(algorithm.sources)
+
+
+def _scores_of_teacher(algorithm: Algorithm) -> list[Score]:
+    return [score for score in (*algorithm.frozen, *algorithm.trained) if "teacher" in score.models]
 
 
 def _unknown_key(section: str, key: Any, keys: Mapping[str, tuple[str, ...]]) -> str:

@@ -15,8 +15,10 @@ from torch import Tensor
 
 
 def logp(logps: Float[Tensor, "N V"], tokens: Int[Tensor, " N"]) -> Float[Tensor, " N"]:
-    """Log-prob of the token itself."""
-    return logps.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    """Log-prob of the token itself; -inf for an id that the model lacks (the padding of another's vocabulary)."""
+    known = tokens < logps.shape[-1]
+    chosen = logps.gather(-1, torch.where(known, tokens, 0).unsqueeze(-1)).squeeze(-1)
+    return torch.where(known, chosen, -torch.inf)
 
 
 def entropy(logps: Float[Tensor, "N V"], tokens: Int[Tensor, " N"]) -> Float[Tensor, " N"]:

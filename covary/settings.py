@@ -6,6 +6,7 @@ signature. `config.py` checks values against these annotations; a range stands i
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -199,10 +200,14 @@ class Teacher:
     """A shipped model, a Hugging Face hub id, a folder, or a GGUF file."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of its weights; its log-softmax is float32 either way."""
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    device: Text = "auto"
     """`auto` (that of the student), `cpu`, `cuda`, or one of several GPUs, such as `cuda:1`."""
     trust_remote_code: bool = False
     """Run Python code that comes with the checkpoint."""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise ValueError(f"device: takes auto, cpu, cuda or cuda:N, got {self.device!r}")
 
 
 @dataclass(frozen=True)

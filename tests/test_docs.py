@@ -45,6 +45,8 @@ REWARDS: dict[str, tuple[str, type]] = {
     "Reward models": ("reward", settings.RewardModel),
     "Judges": ("reward.judge", settings.Judge),
     "Servers of judges": ("reward.judge.server", settings.JudgeServer),
+    "Teachers in this process": ("teacher", settings.Teacher),
+    "Teachers behind a server": ("teacher", settings.TeacherServer),
 }
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -36,6 +36,8 @@ class Reader:
     def __call__(self, groups: list[Group], scores: Sequence[Score]) -> dict[str, list[Tensor | float]]:
         """Per score one number per row, or one 1-D tensor over its tokens where both have the same; NaN where unreadable.
 
+        And under the score's name with `_tokens` the number of tokens that the teacher read.
+
         Raises:
             ValueError: a score that a text cannot have.
         """
@@ -46,13 +48,14 @@ class Reader:
                 raise ValueError(f"score {score.name!r}: the teacher's tokens are not the student's")
         rows = [completion for group in groups for completion in group.completions]
         values = self._row_logps(groups)
-        return {
-            score.name: [
+        lengths: list[Tensor | float] = [math.nan if logps is None else float(len(logps)) for logps in values]
+        results: dict[str, list[Tensor | float]] = {f"{score.name}_tokens": lengths for score in scores}
+        for score in scores:
+            results[score.name] = [
                 _sum(logps) if score.level == "sequence" else _placed(row, logps)
                 for row, logps in zip(rows, values, strict=True)
             ]
-            for score in scores
-        }
+        return results
 
     def _row_logps(self, groups: list[Group]) -> list[Tensor | None]:
         views: list[Group] = []
