@@ -540,6 +540,8 @@ def _conflicts(built: Mapping[str, Any]) -> Iterator[str]:
             yield f"teacher: is required, {name} learns from one; takes {_takes(_HINTS['teacher'])}"
         if teacher is not None and not reads:
             yield f"teacher: would be ignored, {name} reads no teacher"
+        if teacher is not None and teacher.cache is not None and "teacher" not in algorithm.sources:
+            yield f"teacher.cache: would be ignored, {name} asks the teacher for no completions"
     engine: Engine | None = built.get("engine")
     if engine and engine.logprob_temperature != 1 and _scores_of_teacher(algorithm):
         yield "engine.logprob_temperature: takes 1 with a teacher, which would else be met at another temperature"

@@ -86,9 +86,7 @@ class ServerLogProbs:
         }
         url = f"{self.url.rstrip('/')}/completions"
         try:
-            answer = post_json(
-                url, body, key=self.key, timeout=self.timeout, attempts=self.attempts, pause=self.pause
-            )
+            answer = post_json(url, body, key=self.key, timeout=self.timeout, attempts=self.attempts, pause=self.pause)
         except HTTPException as error:  # an answer that breaks off
             raise RunError(f"{url}: {error or type(error).__name__}") from error
         try:
