@@ -543,6 +543,7 @@ def _rollout(
             reading,
             teacher,
             student_ends=sampler.end_ids,
+            student_vocabulary=sampler.model.get_input_embeddings().weight.shape[0],  # pyright: ignore[reportArgumentType]
             folder=Path(config.out or "."),
             seed=derive_seed(config.seed, "teacher"),
             say=screen.say,

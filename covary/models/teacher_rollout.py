@@ -27,6 +27,7 @@ def teacher_rollout(
     local: LocalTeacher | None,
     *,
     student_ends: frozenset[int],
+    student_vocabulary: int,
     folder: Path,
     seed: int,
     say: Callable[[str], None],
@@ -39,6 +40,7 @@ def teacher_rollout(
         reading: how it reads the student; its prompts are the teacher's.
         local: its weights, where it is in this process.
         student_ends: ids that end the student's completions.
+        student_vocabulary: ids that its model has.
         folder: of the run: completions are kept there unless the section names a file.
         seed: of its samples.
         say: where to tell of damaged lines of the file.
@@ -66,7 +68,7 @@ def teacher_rollout(
         identity,
         reading.prompt,
         reading.opening,
-        Translation(reading.student, reading.teacher, student_ends, reading.same_tokens),
+        Translation(reading.student, reading.teacher, student_ends, reading.same_tokens, student_vocabulary),
         Store(Path(teacher.cache).expanduser() if teacher.cache else folder / "teacher.jsonl", say),
         seed,
         reading.context,

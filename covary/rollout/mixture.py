@@ -73,13 +73,15 @@ class _Mixture:
 
     @property
     def logits(self) -> Tensor:
-        logps = [
-            torch.log_softmax(part.logits.float() / self.temperature, -1).to(self.share.device) for part in self.parts
-        ]
-        width = max(each.shape[-1] for each in logps)  # one vocabulary may have padding that the other lacks
-        policy, teacher = (pad(each, (0, width - each.shape[-1]), value=-math.inf) for each in logps)
+        policy = self._logps(self.parts[0].logits)
+        # The vocabulary is the policy's: padding that only the teacher has is cut, what it lacks it never says.
+        teacher = self._logps(self.parts[1].logits[:, : policy.shape[-1]])
+        teacher = pad(teacher, (0, policy.shape[-1] - teacher.shape[-1]), value=-math.inf)
         share = self.share[:, None]
         return torch.logaddexp(share.log() + teacher, torch.log1p(-share) + policy)
+
+    def _logps(self, logits: Tensor) -> Tensor:
+        return torch.log_softmax(logits.float() / self.temperature, -1).to(self.share.device)
 
     def keep(self, rows: Tensor) -> None:
         for part in self.parts:

@@ -17,7 +17,6 @@ from covary.rollout.store import Store
 from covary.types import Completion, Example, Group, Request, Sampling, UserError
 
 _REPLACEMENT = "\ufffd"  # what decoders make of bytes that are no character
-_NOTHING = Completion([], "", "length", source="teacher")  # leaves as a row without tokens, counted
 
 
 @dataclass(frozen=True)
@@ -29,12 +28,14 @@ class Translation:
         teacher: the teacher's.
         end_ids: ids that end the student's completions.
         same_tokens: ids mean the same to both.
+        vocabulary: ids that the student's model has. A teacher may have more (padding), which nobody should say.
     """
 
     student: Any
     teacher: Any
     end_ids: frozenset[int]
     same_tokens: bool
+    vocabulary: int
 
     def __call__(self, completion: Completion, opening: str, max_tokens: int) -> Completion:
         """The completion for the student, without log-probs: they belong to the teacher.
@@ -55,6 +56,8 @@ class Translation:
         if ended:
             kept = self.same_tokens and completion.tokens[-1] in self.end_ids
             tokens.append(completion.tokens[-1] if kept else self.student.eos_token_id)
+        if max(tokens, default=0) >= self.vocabulary:
+            return _nothing()
         if len(tokens) <= max_tokens:
             return Completion(tokens, opening + completion.text, completion.finish, source="teacher")
         text = self.student.decode(tokens[:max_tokens], skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -145,7 +148,7 @@ class TeacherRollout:
     def _rows(self, plan: list[Request], example: Example, key: str | None, sampling: Sampling) -> list[Completion]:
         requests = [request for request in plan for _ in range(request.count)]
         if key is None:
-            rows = [replace(_NOTHING, numbers={}) for _ in requests]
+            rows = [_nothing() for _ in requests]
         else:
             opening, sampled = self.opening(example), self.store.get(key)
             rows = [self.translate(sampled[i], opening, sampling.max_tokens) for i in range(len(requests))]
@@ -153,3 +156,8 @@ class TeacherRollout:
             replace(row, context=request.context, learn=request.learn)
             for row, request in zip(rows, requests, strict=True)
         ]
+
+
+def _nothing() -> Completion:
+    """A row without tokens: it leaves, counted."""
+    return Completion([], "", "length", source="teacher")
