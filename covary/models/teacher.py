@@ -161,7 +161,10 @@ def _read_every_id(model: nn.Module, vocabulary: int) -> None:
 
 def _device(name: str) -> str:
     kind, _, number = name.partition(":")
-    device = pick_device(kind)
+    try:
+        device = pick_device(kind)
+    except UserError as error:
+        raise UserError(str(error).replace("engine.device", "teacher.device")) from error
     if number and int(number) >= torch.cuda.device_count():
         raise UserError(f"teacher.device: {name}, but torch sees {torch.cuda.device_count()} CUDA devices here")
     return f"{device}:{number}" if number else device
@@ -218,12 +221,18 @@ def describe(reading: Reading, group: Group) -> list[str]:
             "teacher: another tokenizer, so each completion's text is encoded anew and has one number; "
             f"where the student ended by itself, {end} ends the teacher's turn",
         ]
-    told = f"the student's end {reading.relabelled} stands for {end}" if reading.relabelled is not None else f"{end} ends turns for both"
+    told = (
+        f"the student's end {reading.relabelled} stands for {end}"
+        if reading.relabelled is not None
+        else f"{end} ends turns for both"
+    )
     lines.append(f"teacher: the same tokens, so the student's ids are scored as they are; {told}")
     named = other_markup(student, teacher)
     named = {id: names for id, names in named.items() if id not in (reading.relabelled, reading.end)}
     if named:
-        shown = ", ".join(f"{id} {ours!r} is the teacher's {theirs!r}" for id, (ours, theirs) in list(named.items())[:4])
+        shown = ", ".join(
+            f"{id} {ours!r} is the teacher's {theirs!r}" for id, (ours, theirs) in list(named.items())[:4]
+        )
         more = f" and {len(named) - 4} more" if len(named) > 4 else ""
         lines.append(f"teacher: added tokens of another name: {shown}{more}")
     return lines

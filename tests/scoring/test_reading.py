@@ -20,9 +20,7 @@ from tests.models import byte_tokenizer
 QUESTION = [{"role": "user", "content": "2 + 3 ="}]
 EXAMPLE = Example("e", QUESTION)
 CHAT = load_template("chat")
-THINKS = (
-    "{% for m in messages %}<u>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<a><think>\n{% endif %}"
-)
+THINKS = "{% for m in messages %}<u>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<a><think>\n{% endif %}"
 
 
 def letters(vocabulary: dict[str, int], merges: list[tuple[str, str]], end: str) -> PreTrainedTokenizerFast:
@@ -96,13 +94,22 @@ def test_a_stop_string_belongs_to_the_text() -> None:
 def test_an_appended_answer_is_nothing_that_the_student_said() -> None:
     student, teacher = byte_tokenizer(), tiny()
     said, appended = (student.encode(text, add_special_tokens=False) for text in ("so 7.", "\n42"))
-    row = Completion(said + appended, "so 7.", "stop_string", roles=["sampled"] * len(said) + ["answer"] * len(appended))
+    row = Completion(
+        said + appended, "so 7.", "stop_string", roles=["sampled"] * len(said) + ["answer"] * len(appended)
+    )
     assert teacher.decode(reading(student, teacher).completion(row)) == "so 7."
 
 
 @pytest.mark.parametrize(
     ("text", "missing", "kept"),
-    [("ab é", 1, "ab "), ("ab 漢", 1, "ab "), ("ab 漢", 2, "ab "), ("ab 👩", 3, "ab "), ("👩", 2, ""), ("ab é", 0, "ab é")],
+    [
+        ("ab é", 1, "ab "),
+        ("ab 漢", 1, "ab "),
+        ("ab 漢", 2, "ab "),
+        ("ab 👩", 3, "ab "),
+        ("👩", 2, ""),
+        ("ab é", 0, "ab é"),
+    ],
 )
 @pytest.mark.parametrize("make", [byte_tokenizer, sentencepiece])
 def test_a_cut_character_is_left_out(make: Any, text: str, missing: int, kept: str) -> None:
