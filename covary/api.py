@@ -34,7 +34,7 @@ from covary.config import (
 from covary.doctor import Doctor, Facts, open_turn
 from covary.engines.local import LocalEngine
 from covary.engines.reader import LocalLogProbs, Reader
-from covary.engines.remote import server_log_probs
+from covary.engines.remote import need_log_probs, server_log_probs
 from covary.evaluate import Evaluator
 from covary.jsonlines import read_jsonl
 from covary.lock import LOCK_FILE, run_lock
@@ -600,7 +600,7 @@ def build(resolved: Resolved, screen: Screen) -> Run:
     engine = LocalEngine(
         model,
         frozen=frozen,
-        reader=_reader(config, reading, teacher),
+        reader=_reader(config, reading, teacher, task.train[0]),
         reference=reference_model(config),
         micro_batch_tokens=config.engine.micro_batch_tokens,
         autocast=autocast,
@@ -667,14 +667,18 @@ def build(resolved: Resolved, screen: Screen) -> Run:
     )
 
 
-def _reader(config: RunConfig, reading: Reading | None, teacher: LocalTeacher | None) -> Reader | None:
+def _reader(
+    config: RunConfig, reading: Reading | None, teacher: LocalTeacher | None, example: Example
+) -> Reader | None:
     """The teacher as something that reads text, where it is no module beside the policy."""
     if reading is None or (teacher is not None and teacher.same_tokens):
         return None
     if teacher is not None:
         return Reader(reading, LocalLogProbs(teacher.model, config.engine.micro_batch_tokens))
     assert isinstance(config.teacher, TeacherServer)
-    return Reader(reading, server_log_probs(config.teacher))
+    server = server_log_probs(config.teacher)
+    need_log_probs(server, reading.prompt(example), reading.end)
+    return Reader(reading, server)
 
 
 def _doctor(resolved: Resolved, tokenizer: Any, end_ids: frozenset[int]) -> Doctor | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from typing import Any
@@ -21,7 +21,10 @@ from torch import Tensor
 
 from covary.http import post_json
 from covary.settings import TeacherServer
-from covary.types import Group, RunError, UserError
+from covary.types import Completion, Example, Group, RunError, UserError
+
+
+_NO_CHANCE = -9999.0  # what vLLM writes for a log-prob of -inf
 
 
 @dataclass(frozen=True)
@@ -64,11 +67,12 @@ class ServerLogProbs:
 
         with ThreadPoolExecutor(self.concurrency, thread_name_prefix="teacher") as threads:
             asked = [threads.submit(ask, row) for row in rows]
-            done, _ = wait(asked, return_when=FIRST_EXCEPTION)
-            for future in done:
-                if (error := future.exception()) is not None:
-                    threads.shutdown(wait=False, cancel_futures=True)  # what has not started never does
-                    raise error
+            try:
+                for future in as_completed(asked):
+                    future.result()
+            except BaseException:  # the first failure, or Ctrl-C: what has not started never does
+                threads.shutdown(wait=False, cancel_futures=True)
+                raise
         values = [future.result() for future in asked]
         if refusals and len(refusals) == len(rows):
             raise RunError(f"teacher.url: the server refuses everything; the first: {refusals[0]}")
@@ -81,8 +85,9 @@ class ServerLogProbs:
             "max_tokens": 1,  # the least that every server takes
             "temperature": 1.0,
             "echo": True,
-            "logprobs": 0,
-            "prompt_logprobs": 0,
+            "logprobs": 1,
+            "prompt_logprobs": 0,  # the token's own and no others
+            "return_token_ids": True,
         }
         url = f"{self.url.rstrip('/')}/completions"
         try:
@@ -104,10 +109,15 @@ def _prompt_logprobs(choice: Mapping[str, Any], sent: list[int], url: str) -> li
         RunError: there are none, or they belong to other tokens.
     """
     listed = choice.get("prompt_logprobs")
+    returned = choice.get("prompt_token_ids")
     if listed is not None:
         if len(listed) != len(sent) or any(str(id) not in at for id, at in zip(sent[1:], listed[1:], strict=True)):
-            raise RunError(f"{url} returned log-probs of other tokens than it was sent; see teacher.tokenizer")
-        return [math.nan, *(float(at[str(id)]["logprob"]) for id, at in zip(sent[1:], listed[1:], strict=True))]
+            returned = []
+        else:
+            values = [at[str(id)]["logprob"] for id, at in zip(sent[1:], listed[1:], strict=True)]
+            return [math.nan, *map(_logp, values)]
+    if returned is not None and returned != sent:
+        raise RunError(f"{url} returned log-probs of other tokens than it was sent")
     echoed = (choice.get("logprobs") or {}).get("token_logprobs")
     if not echoed or echoed[0] is not None:  # the prompt's first token has none: it was not echoed
         raise RunError(
@@ -115,8 +125,22 @@ def _prompt_logprobs(choice: Mapping[str, Any], sent: list[int], url: str) -> li
             "a teacher's server must"
         )
     if len(echoed) not in (len(sent), len(sent) + 1):  # with or without the token that it had to add
-        raise RunError(f"{url} returned log-probs of {len(echoed)} tokens for {len(sent)}; see teacher.tokenizer")
-    return [math.nan, *(float(value) for value in echoed[1 : len(sent)])]
+        raise RunError(f"{url} returned log-probs of {len(echoed)} tokens for the {len(sent)} that it was sent")
+    return [math.nan, *map(_logp, echoed[1 : len(sent)])]
+
+
+def _logp(value: float) -> float:
+    """JSON has no -inf; what stands for it must not pass for a number."""
+    return float(value) if value > _NO_CHANCE else -math.inf
+
+
+def need_log_probs(logps: ServerLogProbs, prompt: list[int], end: int) -> None:
+    """Ask for one token's log-prob before a run: a server that gives none should not be found out in its middle.
+
+    Raises:
+        RunError: it gives none, or does not answer.
+    """
+    logps([Group(Example("start", ""), {"prompt": prompt}, [Completion([end], "", "eos")])])
 
 
 def server_log_probs(teacher: TeacherServer) -> ServerLogProbs:

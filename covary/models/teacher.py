@@ -161,7 +161,10 @@ def _read_every_id(model: nn.Module, vocabulary: int) -> None:
 
 def _device(name: str) -> str:
     kind, _, number = name.partition(":")
-    device = pick_device(kind)
+    try:
+        device = pick_device(kind)
+    except UserError as error:
+        raise UserError(str(error).replace("engine.device", "teacher.device")) from error
     if number and int(number) >= torch.cuda.device_count():
         raise UserError(f"teacher.device: {name}, but torch sees {torch.cuda.device_count()} CUDA devices here")
     return f"{device}:{number}" if number else device
