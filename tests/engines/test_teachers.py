@@ -12,14 +12,12 @@ import torch
 from torch import nn
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from covary.api import load_task
 from covary.collate import attach, collate
 from covary.engines.local import LocalEngine
 from covary.engines.reader import LocalLogProbs, Reader
 from covary.models.loading import load_model, model_path
 from covary.models.teacher import RelabelledHead, check_prompts, describe, load_teacher, read_teacher
 from covary.prompts import load_template, prompt_group
-from covary.rollout.transformers import end_ids
 from covary.scoring.reading import Reading
 from covary.settings import Teacher
 from covary.types import Completion, Example, Group, Score, Stream, UserError
