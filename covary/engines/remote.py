@@ -23,7 +23,6 @@ from covary.http import post_json
 from covary.settings import TeacherServer
 from covary.types import Completion, Example, Group, RunError, UserError
 
-
 _NO_CHANCE = -9999.0  # what vLLM writes for a log-prob of -inf
 
 

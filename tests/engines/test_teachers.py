@@ -12,14 +12,12 @@ import torch
 from torch import nn
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from covary.api import load_task
 from covary.collate import attach, collate
 from covary.engines.local import LocalEngine
 from covary.engines.reader import LocalLogProbs, Reader
 from covary.models.loading import load_model, model_path
 from covary.models.teacher import RelabelledHead, check_prompts, describe, load_teacher, read_teacher
 from covary.prompts import load_template, prompt_group
-from covary.rollout.transformers import end_ids
 from covary.scoring.reading import Reading
 from covary.settings import Teacher
 from covary.types import Completion, Example, Group, Score, Stream, UserError
@@ -195,10 +193,8 @@ def test_both_streams_read_their_own_prompts() -> None:
         group.contexts["teacher"] = group.contexts["prompt"][3:]
     score = Score("kl", (Stream("policy"), Stream("teacher")), "kl")
     engine = LocalEngine(policy, frozen={"teacher": model})
-    for group, values in zip(
-        [group for group in groups for _ in group.completions], engine.score(groups, [score])["kl"], strict=True
-    ):
-        row = next(row for row in group.completions if len(row.tokens) == len(values))
+    rows = [(group, row) for group in groups for row in group.completions]
+    for (group, row), values in zip(rows, engine.score(groups, [score])["kl"], strict=True):
         logps = []
         for module, context in ((policy, "prompt"), (model, "teacher")):
             prompt = group.contexts[context]
