@@ -53,13 +53,16 @@ from covary.models.loading import (
 from covary.models.lora import add_lora, initial_policy, need_peft
 from covary.models.rewards import WithModel, build_model_reward
 from covary.models.teacher import LocalTeacher, check_prompts, describe, load_teacher, read_teacher
+from covary.models.teacher_rollout import teacher_rollout
 from covary.prompts import Room, Template, TurnEnd, load_template, open_turn_end, prompt_group
 from covary.quantities import QUANTITIES
 from covary.rewards import EXTRACTORS, GRADERS, Grader, Reward, build_reward
 from covary.rewards.reward import PooledReward
 from covary.rollout.dataset import DatasetRollout
 from covary.rollout.given import GivenRollout
+from covary.rollout.mixture import MixtureRollout
 from covary.rollout.replay import ReplayRollout
+from covary.rollout.sources import SourcesRollout
 from covary.rollout.transformers import TransformersRollout, end_ids
 from covary.scoring.reading import Reading
 from covary.seeding import derive_seed
@@ -188,6 +191,8 @@ def _from_anywhere(config: RunConfig) -> RunConfig:
     elif teacher is not None:  # the server knows its model by the name as it was given
         name = teacher.served_model or teacher.tokenizer
         teacher = replace(teacher, tokenizer=absolute(teacher.tokenizer), served_model=name)
+    if teacher is not None and teacher.cache is not None:
+        teacher = replace(teacher, cache=str(Path(teacher.cache).expanduser().absolute()))
     given = config.rollout.file and replace(config.rollout.file, path=absolute(config.rollout.file.path))
     task = config.task
     files = [name for name in ("path", "test_path", "template") if isinstance(getattr(task, name, None), str)]
@@ -499,14 +504,52 @@ def _last_text(prompt: Any) -> str | None:
     return prompt if isinstance(prompt, str) else None
 
 
-def _rollout(config: RunConfig, sampler: RolloutEngine, given: dict[str, list[str]], tokenizer: Any) -> RolloutEngine:
+def _rollout(
+    resolved: Resolved,
+    sampler: TransformersRollout,
+    reading: Reading | None,
+    teacher: LocalTeacher | None,
+    screen: Screen,
+) -> RolloutEngine:
+    """What answers the algorithm's plans, from every source that they name."""
+    config, tokenizer, sources = resolved.config, sampler.tokenizer, resolved.config.algorithm.sources
     if config.rollout.engine == "dataset":
         return DatasetRollout(tokenizer)
     if config.rollout.replay is not None:
         return ReplayRollout(sampler, config.rollout.replay.history, config.rollout.replay.size)
     if config.rollout.file is not None:
-        return GivenRollout(sampler, given, config.rollout.file.count, tokenizer)
-    return sampler
+        return GivenRollout(sampler, resolved.given, config.rollout.file.count, tokenizer)
+    if sources == ("policy",):
+        return sampler
+    engines: dict[str, RolloutEngine] = {"policy": sampler}
+    if "dataset" in sources:
+        engines["dataset"] = DatasetRollout(tokenizer)
+    if "mixed" in sources:
+        assert teacher is not None  # _check_needs
+        mixture = MixtureRollout(
+            sampler.model,
+            tokenizer,
+            teacher.model,  # pyright: ignore[reportArgumentType]
+            teacher_context="teacher",
+            autocast=sampler.autocast,
+        )
+        mixture.on_progress = screen.completions
+        engines["mixed"] = mixture
+    if "teacher" in sources:
+        assert config.teacher is not None  # config.py
+        assert reading is not None
+        engines["teacher"] = teacher_rollout(
+            config.teacher,
+            reading,
+            teacher,
+            student_ends=sampler.end_ids,
+            student_vocabulary=sampler.model.get_input_embeddings().weight.shape[0],  # pyright: ignore[reportArgumentType]
+            folder=Path(config.out or "."),
+            seed=derive_seed(config.seed, "teacher"),
+            say=screen.say,
+            on_progress=screen.completions,
+        )
+    return SourcesRollout(engines)
 
 
 def build(resolved: Resolved, screen: Screen) -> Run:
@@ -598,7 +641,7 @@ def build(resolved: Resolved, screen: Screen) -> Run:
         room=room,
         examples=task.train,
         reward=resolved.reward,
-        rollout=_rollout(config, sampler, resolved.given, tokenizer),
+        rollout=_rollout(resolved, sampler, reading, teacher, screen),
         engine=engine,
         evaluator=evaluator,
         sampling=resolved.sampling,
@@ -751,12 +794,22 @@ def _check_needs(config: RunConfig, template: Template) -> None:
             )
         if (score.tokens != "sampled" or score.per == "example") and template.answer is None:
             raise UserError(f"task.template: {template.name} appends no answer, which the score {score.name!r} reads")
+    if isinstance(config.teacher, TeacherServer) and "mixed" in algorithm.sources:
+        raise UserError(
+            "teacher.url: the algorithm samples single tokens from teacher and policy together, which a server does not "
+            "do; use teacher.model"
+        )
 
 
 def _check_tokens(config: RunConfig, reading: Reading) -> None:
     """With another tokenizer a teacher has one number for each text, and nothing else."""
     if reading.same_tokens:
         return
+    if "mixed" in config.algorithm.sources:
+        raise UserError(
+            "teacher: its tokenizer is not the student's, and the algorithm samples single tokens from both; "
+            "algorithm.name: gvpo_opd learns from a teacher with any tokenizer"
+        )
     for score in (*config.algorithm.frozen, *config.algorithm.trained):
         if "teacher" in score.models and (score.level == "token" or len(score.stream_pair) > 1):
             raise UserError(
@@ -771,10 +824,12 @@ def _rewards(
     """The rewards of training and of evaluation, one object where they are the same."""
     algorithm = config.algorithm
     own = type(algorithm).reward is not Algorithm.reward
-    given = config.rollout.engine == "dataset" and survey.rewarded
-    if config.rollout.engine == "dataset" and survey.without_completions is not None:
+    offline, mixes = config.rollout.engine == "dataset", "dataset" in algorithm.sources
+    given = offline and survey.rewarded
+    if (offline or mixes) and survey.without_completions is not None:
+        who = "rollout.engine: dataset" if offline else "the algorithm"
         raise UserError(
-            f"example {survey.without_completions!r} has no completions, which rollout.engine: dataset learns from; "
+            f"example {survey.without_completions!r} has no completions, which {who} learns from; "
             "name their column with task.completion"
         )
     if given and not (algorithm.needs_reward or own):
@@ -782,8 +837,8 @@ def _rewards(
             f"task: the rewards of its completions (chosen: 1, rejected: 0) would be ignored, {type(algorithm).__name__} "
             "learns from every completion alike; name the column to learn from with task.completion"
         )
-    if config.rollout.engine != "dataset":
-        for name in ("rewards", "completion", "chosen"):
+    if not offline:
+        for name in ("rewards", "chosen") if mixes else ("rewards", "completion", "chosen"):
             if getattr(config.task, name, None) is not None:
                 raise UserError(
                     f"task.{name}: would be ignored, only rollout.engine: dataset learns from given completions"

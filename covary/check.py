@@ -160,6 +160,7 @@ def _tiny_step(resolved: Resolved) -> str:
             optimizer=replace(config.optimizer, prompts=None, passes=1),
             checkpoint=Checkpoint(),
             log=Log(samples=0),
+            teacher=config.teacher and replace(config.teacher, cache=None),
         )
         sampling = replace(resolved.sampling, max_tokens=tokens)
         run = build(replace(resolved, config=small, sampling=sampling), Screen(silent=True))

@@ -204,6 +204,8 @@ class Teacher:
     """`auto` (that of the student), `cpu`, `cuda`, or one of several GPUs, such as `cuda:1`."""
     trust_remote_code: bool = False
     """Run Python code that comes with the checkpoint."""
+    cache: Text | None = None
+    """JSON Lines file that keeps the teacher's completions for other runs. None: `teacher.jsonl` in the run folder."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
@@ -228,6 +230,8 @@ class TeacherServer:
     """Times that one request is made, with pauses that double, before the run stops."""
     api_key: Text | None = None
     """The environment variable that holds the server's key. None: no key is sent."""
+    cache: Text | None = None
+    """JSON Lines file that keeps the teacher's completions for other runs. None: `teacher.jsonl` in the run folder."""
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):

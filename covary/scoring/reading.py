@@ -70,6 +70,11 @@ class Reading:
             ids += self._encode(opening[0])
         return ids
 
+    def opening(self, example: Example) -> str:
+        """How the teacher's prompt begins the thinking, where the student's does not: a completion lacks it then."""
+        opened = _OPENED.search(self.teacher.decode(self.prompt(example)[-16:]))
+        return opened[0] if opened and not _OPENED.search(self._student_prompt(example)) else ""
+
     def completion(self, completion: Completion, prompt: Sequence[int] = ()) -> list[int]:
         """The teacher's ids of a completion; none where it has no text and no end.
 
