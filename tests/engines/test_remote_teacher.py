@@ -187,7 +187,7 @@ def test_a_refused_row_has_no_number_and_keeps_no_other_from_its_own() -> None:
 
     with serving(short) as (url, _):
         found = server(url)(GROUPS)
-        with pytest.raises(RunError, match="refuses everything; the first: .*context is 4 tokens"):
+        with pytest.raises(RunError, match=r"refuses everything; the first: .*context is 4 tokens"):
             server(url)([group([1, 2, 3, 4], [5])])
     assert [value is None for value in found] == [True, False, False]
 

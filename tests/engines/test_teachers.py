@@ -193,10 +193,8 @@ def test_both_streams_read_their_own_prompts() -> None:
         group.contexts["teacher"] = group.contexts["prompt"][3:]
     score = Score("kl", (Stream("policy"), Stream("teacher")), "kl")
     engine = LocalEngine(policy, frozen={"teacher": model})
-    for group, values in zip(
-        [group for group in groups for _ in group.completions], engine.score(groups, [score])["kl"], strict=True
-    ):
-        row = next(row for row in group.completions if len(row.tokens) == len(values))
+    rows = [(group, row) for group in groups for row in group.completions]
+    for (group, row), values in zip(rows, engine.score(groups, [score])["kl"], strict=True):
         logps = []
         for module, context in ((policy, "prompt"), (model, "teacher")):
             prompt = group.contexts[context]

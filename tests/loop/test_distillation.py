@@ -1,361 +1,189 @@
-"""Distillation through the whole loop: sources, caches, resumes, other tokenizers, and what is refused."""
+"""Runs with a teacher: what is refused before a run, what is told at its start, and that the policy approaches it."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 
 import covary
-from covary.algorithms import GVPOOPD
-from covary.api import resolve
-from covary.config import validate
-from covary.types import UserError
-from tests.loop.mini import Sums, comparable, metrics, needs, pairs, rollouts, run
-from tests.models import random_llama, save_random_model
+from covary.cli import app
+from covary.models.loading import load_model, load_tokenizer
+from covary.types import RunError, UserError
+from tests.loop.mini import Sums, comparable, metrics, rollouts, run
+from tests.models import byte_tokenizer, random_llama, save_random_model, save_with_another_end
+from tests.servers import serving
 
-METHODS = ("gvpo_opd", "seqkd", "supervised_kd", "gkd", "minillm", "pg_opd_sequence", "pg_opd_token")
-ANY_TOKENIZER = ("gvpo_opd", "seqkd", "pg_opd_sequence")
-
-
-def distill(folder: Path, algorithm: Any, **changes: Any) -> covary.api.Trained:  # pyright: ignore
-    """A run of `mini.run` with what the algorithm needs; `algorithm` is its name, its section, or a GVPO-OPD."""
-    algorithm = {"name": algorithm} if isinstance(algorithm, str) else algorithm
-    named = {"name": algorithm["name"] if isinstance(algorithm, dict) else "gvpo_opd"}
-    fields = algorithm if isinstance(algorithm, dict) and "weighting" not in algorithm else named
-    # Without test questions no grader starts.
-    return run(folder, algorithm=algorithm, **{"task": Sums(test_rows=0), **needs(fields, folder), **changes})
+OPD: dict[str, Any] = {"algorithm": {"name": "gvpo_opd", "alpha": 0.0}, "reward": None}
 
 
-def sources_of(folder: Path, step: int) -> list[str]:
-    return [row["source"] for row in rollouts(folder / "run", step)]
+def test_a_teacher_is_asked_for_and_never_ignored(tmp_path: Path) -> None:
+    for changes, message in (
+        (OPD, "teacher: is required, gvpo_opd learns from one; takes a mapping of model, .* or a mapping of url, "),
+        ({"teacher": {"model": "tiny"}}, "teacher: would be ignored, gvpo reads no teacher"),
+        (OPD | {"teacher": {"model": "none/such/folder"}}, r"teacher\.model: no folder none/such/folder"),
+        (OPD | {"teacher": {"url": "x", "tokenizer": "tiny"}}, r"teacher\.url: takes an address"),
+        (
+            OPD | {"teacher": {"model": "tiny"}, "engine": {"logprob_temperature": 0.7}},
+            r"engine\.logprob_temperature: takes 1 with a teacher",
+        ),
+    ):
+        with pytest.raises(UserError, match=message):
+            run(tmp_path, **changes)
+        assert not (tmp_path / "run").exists()
 
 
-def same(a: Path, b: Path) -> bool:
-    left, right = (list(map(comparable, metrics(folder))) for folder in (a, b))
-    return left == right
-
-
-# -- teachers with other tokenizers ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ANY_TOKENIZER)
-def test_a_teacher_with_another_tokenizer_teaches_by_text(tmp_path: Path, name: str) -> None:
-    """The shipped model (merged tokens) teaches a byte-level student."""
-    distill(tmp_path, name, teacher={"model": "tiny"}, steps=3)
-    for row in metrics(tmp_path / "run")[1:]:
-        assert row["grad_norm"] > 0
-        assert row["rows/invalid"] == 0
-        assert row["loss"] == row["loss"]
-    if name == "gvpo_opd":
-        row = metrics(tmp_path / "run")[-1]
-        assert 0 < row["gvpo_opd/teacher_length"] != row["gvpo_opd/student_length"]
-        assert row["gvpo_opd/log_ratio_variance"] > 0
-
-
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in ANY_TOKENIZER])
-def test_methods_that_compare_tokens_refuse_one_and_say_which_does_not(tmp_path: Path, name: str) -> None:
-    with pytest.raises(UserError, match=r"teacher: its tokenizer is not the student's.*gvpo_opd"):
-        distill(tmp_path, name, teacher={"model": "tiny"})
+@pytest.mark.parametrize("name", ["gkd", "minillm", "pg_opd_token"])
+def test_token_by_token_methods_refuse_other_tokens_and_name_the_one_that_takes_them(tmp_path: Path, name: str) -> None:
+    with pytest.raises(
+        UserError, match=r"its tokenizer is not the student's.* gvpo_opd learns from a teacher with any"
+    ):
+        run(tmp_path, algorithm={"name": name}, reward=None, teacher={"model": "tiny"})
     assert not (tmp_path / "run").exists()
 
 
-def test_the_run_is_told_where_the_optimum_is_tilted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for alpha in (0.0, 1.0):
-        changes = {"algorithm": {"name": "gvpo_opd", "alpha": alpha}, "reward": None, "teacher": {"model": "tiny"}}
-        run(tmp_path, out=str(tmp_path / f"run{alpha}"), steps=1, **changes)
-        assert ("with a tilt" in capsys.readouterr().out) == (alpha > 0)
+def test_whole_distributions_are_nothing_that_a_server_gives(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"teacher\.url: the score 'jsd' compares whole distributions"):
+        run(
+            tmp_path,
+            algorithm={"name": "gkd"},
+            reward=None,
+            teacher={"url": "http://localhost:1/v1", "tokenizer": "tiny"},
+        )
 
 
-# -- the student is the teacher -----------------------------------------------------------------------------
+def test_a_server_without_log_probs_is_found_out_before_the_run(tmp_path: Path) -> None:
+    def silent(body: dict[str, Any]) -> tuple[int, Any]:
+        return 200, {"choices": [{"text": "x"}]}
+
+    with serving(silent) as (url, seen), pytest.raises(RunError, match="no log-probs of prompts"):
+        run(tmp_path, **OPD, teacher={"url": url, "tokenizer": "tiny"})
+    assert len(seen) == 1
+    assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("name", ["gvpo_opd", "gkd", "supervised_kd", "pg_opd_token"])
-def test_a_student_that_is_its_teacher_has_nothing_to_learn(tmp_path: Path, name: str) -> None:
-    model = str(save_random_model(tmp_path / "model"))
-    distill(tmp_path, name, teacher={"model": model}, steps=1, optimizer={"lr": 1e-3})
-    row = metrics(tmp_path / "run")[1]
-    assert row["loss"] == pytest.approx(0, abs=1e-6)
-    assert row["grad_norm"] < 1e-5
-
-
-def test_minillm_of_a_student_that_is_its_teacher(tmp_path: Path) -> None:
-    """Whitening makes a unit of rounding: without it nothing is left."""
-    model = str(save_random_model(tmp_path / "model"))
-    distill(
-        tmp_path, {"name": "minillm", "whitening": False}, teacher={"model": model}, steps=1, optimizer={"lr": 1e-3}
+def test_a_teacher_with_other_tokens_teaches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The log-ratio's variance within groups falls; the teacher's length is counted in its own tokens."""
+    teacher = tmp_path / "teacher"
+    random_llama(vocabulary=512, seed=5).save_pretrained(teacher)
+    load_tokenizer("tiny").save_pretrained(teacher)
+    run(
+        tmp_path,
+        **OPD,
+        teacher={"model": str(teacher)},
+        steps=20,
+        rollout={"prompts": 8, "completions": 8, "max_tokens": 6},
+        optimizer={"lr": 2e-2},
     )
-    row = metrics(tmp_path / "run")[1]
-    assert row["minillm/kl"] == pytest.approx(0, abs=1e-6)
-    assert row["grad_norm"] < 1e-4
+    rows = metrics(tmp_path / "run")[1:]
+    first, last = (sum(row["gvpo_opd/log_ratio_variance"] for row in part) for part in (rows[:4], rows[-4:]))
+    assert last < 0.7 * first
+    assert all(row["rows/invalid"] == 0 for row in rows)
+    assert all(0 < row["gvpo_opd/teacher_length"] != row["gvpo_opd/student_length"] for row in rows)
+    said = capsys.readouterr().out
+    assert said.count("another tokenizer, so each completion's text is encoded anew") == 1
+    assert "student reads sum/" in said
+    assert "teacher reads sum/" in said
 
 
-# -- where completions come from ----------------------------------------------------------------------------------
-
-
-def test_seqkd_learns_from_the_teachers_completions_alone(tmp_path: Path) -> None:
-    distill(tmp_path, "seqkd")
-    assert set(sources_of(tmp_path, 1)) == {"teacher"}
-    row = metrics(tmp_path / "run")[-1]
-    assert row["teacher/rows"] == 16
-    assert "entropy" not in row  # nothing was sampled from the policy
-    assert len((tmp_path / "run" / "teacher.jsonl").read_text().split()) >= 8
-
-
-def test_another_run_takes_the_completions_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    teacher = {"model": str(save_random_model(tmp_path / "teacher", seed=1)), "cache": "said.jsonl"}
-    distill(tmp_path, "seqkd", teacher=teacher)
-    said = (tmp_path / "said.jsonl").read_bytes()
-    first = metrics(tmp_path / "run")
-    monkeypatch.chdir("/")  # the path was relative to where the run began
-    distill(tmp_path, "seqkd", teacher={**teacher, "cache": str(tmp_path / "said.jsonl")}, out=str(tmp_path / "again"))
-    assert (tmp_path / "said.jsonl").read_bytes() == said
-    assert list(map(comparable, metrics(tmp_path / "again"))) == list(map(comparable, first))
-    assert not (tmp_path / "run" / "teacher.jsonl").exists()
-    assert str(tmp_path / "said.jsonl") in (tmp_path / "run" / "config.yaml").read_text()
-
-
-def test_gkd_draws_one_source_for_all_prompts_of_a_step(tmp_path: Path) -> None:
-    distill(tmp_path, {"name": "gkd", "on_policy": 0.5}, steps=8)
-    seen = [set(sources_of(tmp_path, step)) for step in range(1, 9)]
-    assert all(len(sources) == 1 for sources in seen)
-    assert {"policy"} in seen
-    assert {"dataset"} in seen
-    for row, sources in zip(metrics(tmp_path / "run")[1:], seen, strict=True):
-        assert row["gkd/on_policy"] == float(sources == {"policy"})
-
-
-def test_gkd_without_student_samples_is_supervised_kd(tmp_path: Path) -> None:
-    """beta = 0 is the forward KL; the same data in the same order."""
-    other = {"name": "supervised_kd"}
-    a, b = tmp_path / "a", tmp_path / "b"
-    a.mkdir(), b.mkdir()
-    distill(
-        a, {"name": "gkd", "on_policy": 0.0, "beta": 0.0}, rollout={"prompts": 4, "completions": 2, "max_tokens": 8}
-    )
-    distill(b, other)
-    for left, right in zip(metrics(a / "run")[1:], metrics(b / "run")[1:], strict=True):
-        assert left["loss"] == pytest.approx(right["loss"], rel=1e-6)
-
-
-def test_minillm_samples_a_mixture(tmp_path: Path) -> None:
-    distill(tmp_path, "minillm")
-    assert set(sources_of(tmp_path, 1)) == {"mixed"}
-    distill(tmp_path, {"name": "minillm", "teacher_mix": 0.0}, out=str(tmp_path / "plain"))
-    assert {row["source"] for row in rollouts(tmp_path / "plain", 1)} == {"policy"}
-
-
-# -- the same numbers -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["gvpo_opd", "seqkd", "gkd", "minillm"])
-def test_a_resumed_run_is_the_run_that_was_not_stopped(tmp_path: Path, name: str) -> None:
-    """More steps than an epoch has: what the teacher said before the stop is drawn again after it."""
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    whole.mkdir(), stopped.mkdir()
-    small = {"checkpoint": {"every": 2}, "optimizer": {"lr": 1e-3}}
-    distill(whole, name, steps=5, **small)
-    distill(stopped, name, steps=3, **small)
-    covary.train(resume=stopped / "run", steps=5, quiet=True)
-    assert same(whole / "run", stopped / "run")
-
-
-@pytest.mark.parametrize("name", ["gvpo_opd", "gkd", "minillm", "pg_opd_sequence"])
-def test_the_size_of_micro_batches_changes_nothing(tmp_path: Path, name: str) -> None:
-    a, b = tmp_path / "a", tmp_path / "b"
-    a.mkdir(), b.mkdir()
-    distill(a, name)
-    distill(b, name, engine={"micro_batch_tokens": 64})
-    for left, right in zip(metrics(a / "run"), metrics(b / "run"), strict=True):
-        assert comparable(left) == pytest.approx(comparable(right), rel=1e-3, abs=1e-5)
-
-
-def test_one_update_of_gvpo_opd_is_one_of_the_sequence_policy_gradient(tmp_path: Path) -> None:
-    """f = 1, one update a rollout: (k / (k - 1)) / k of the same centred log-ratios. The whole model moves alike."""
-    trained = []
-    for name, fields in (("gvpo_opd", {"alpha": 0.0}), ("pg_opd_sequence", {})):
-        folder = tmp_path / name
-        folder.mkdir()
-        once = {"steps": 1, "optimizer": {"lr": 1e-3, "max_grad_norm": 1e9}}
-        trained.append(distill(folder, {"name": name, **fields}, **once).model.state_dict())
-    first, second = (metrics(tmp_path / name / "run")[1]["grad_norm"] for name in ("gvpo_opd", "pg_opd_sequence"))
-    # A mean over prompts of sums divided by k - 1, against a mean over rows of k / (k - 1) times the centred reward.
-    assert first == pytest.approx(second * 4 / 4, rel=1e-4)
-    for name, value in trained[0].items():
-        torch.testing.assert_close(value, trained[1][name], rtol=0, atol=1e-4)
-
-
-# -- f by a function ------------------------------------------------------------------------------------------------
-
-
-def by_number(example: covary.Example, completion: covary.Completion) -> float:
-    """More for later rows."""
-    return 1.0 + float(example.id.split("/")[1])
-
-
-def test_a_weighting_is_named_by_its_file_and_found_again(tmp_path: Path) -> None:
-    distill(tmp_path, GVPOOPD(weighting=by_number), steps=1)
-    assert f"weighting: {__file__}:by_number" in (tmp_path / "run" / "config.yaml").read_text()
-    covary.train(resume=tmp_path / "run", steps=2, quiet=True)
-    function = tmp_path / "mine.py"
-    function.write_text("def f(example, completion):\n    return 1.0 + float(example.id.split('/')[1])\n")
-    out = str(tmp_path / "other")
-    distill(tmp_path, {"name": "gvpo_opd", "weighting": f"{function}:f"}, out=out)
-    assert [comparable(row) for row in metrics(Path(out))] == [comparable(row) for row in metrics(tmp_path / "run")]
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        ("f", r"algorithm\.weighting: takes a function as path/to/file\.py:name or null, got the text 'f'"),
-        (2.0, r"algorithm\.weighting: takes a function as path/to/file\.py:name or null, got 2\.0"),
-        ("nowhere.py:f", r"algorithm\.weighting: there is no file"),
-        ("{file}:x", r"algorithm\.weighting: .*:x is no function"),
-        ("{file}:g", r"algorithm\.weighting: 'g' is not defined"),
-    ],
-)
-def test_a_weighting_that_is_no_function_is_refused(tmp_path: Path, value: Any, message: str) -> None:
-    (tmp_path / "mine.py").write_text("x = 3\n")
-    value = value.format(file=tmp_path / "mine.py") if isinstance(value, str) else value
-    with pytest.raises(UserError, match=message):
-        distill(tmp_path, {"name": "gvpo_opd", "weighting": value})
-
-
-def test_a_weight_that_is_not_positive_ends_the_run_naming_the_row(tmp_path: Path) -> None:
-    algorithm = GVPOOPD(weighting=lambda example, completion: -1.0)
-    with pytest.raises(UserError, match=r"f takes a finite number above 0.*got -1\.0 for example 'sum/"):
-        distill(tmp_path, algorithm)
-
-
-# -- what is refused -------------------------------------------------------------------------------------------------
-
-
-def recipe(tmp_path: Path, **changes: Any) -> dict[str, Any]:
-    model = str(save_random_model(tmp_path / "model"))
-    return {
-        "model": {"name": model},
-        "task": pairs(tmp_path / "data.jsonl"),
-        "teacher": {"model": model},
-        "steps": 1,
-        "rollout": {"prompts": 4, "completions": 4, "max_tokens": 8},
-        **changes,
+def test_a_teacher_with_the_same_tokens_is_scored_under_its_own_prompt_and_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    teacher = save_with_another_end(tmp_path / "teacher")
+    tokenizer = byte_tokenizer().__class__.from_pretrained(teacher)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{% if m['role'] == 'assistant' %}<pad>{% endif %}{% endfor %}"
+    tokenizer.save_pretrained(teacher)
+    run(tmp_path, **OPD, teacher={"model": str(teacher)})
+    said = capsys.readouterr().out
+    assert "the same tokens, so the student's ids are scored as they are" in said
+    assert "stands for '<pad>' (258)" in said
+    (row, _) = metrics(tmp_path / "run")[1:]
+    # Student and teacher have the same weights: all that tells them apart is the prompt and the end.
+    assert row["gvpo_opd/log_ratio_variance"] > 0
+    resolved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert resolved["teacher"] == {
+        "model": str(teacher),
+        "dtype": "float32",
+        "device": "auto",
+        "trust_remote_code": False,
     }
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"algorithm": {"name": "gkd"}, "teacher": None}, "teacher: is required, gkd learns from one"),
-        ({"algorithm": {"name": "seqkd"}, "teacher": None}, "teacher: is required, seqkd learns from one"),
-        ({"algorithm": {"name": "sft"}, "rollout": {"engine": "dataset"}}, "teacher: would be ignored, sft"),
-        (
-            {"algorithm": {"name": "gkd"}, "rollout": {"engine": "dataset"}},
-            "rollout.engine: gkd needs samples of its own policy: set rollout.engine: transformers",
-        ),
-        (
-            {"algorithm": {"name": "seqkd"}, "rollout": {"engine": "dataset"}},
-            r"rollout.engine: seqkd needs samples \(teacher\): set rollout.engine: transformers",
-        ),
-        (
-            {"algorithm": {"name": "minillm"}, "rollout": {"engine": "dataset"}},
-            r"rollout.engine: minillm needs samples \(mixed\): set rollout.engine: transformers",
-        ),
-        (
-            {"algorithm": {"name": "supervised_kd"}},
-            "rollout.engine: supervised_kd learns from given completions: set rollout.engine: dataset",
-        ),
-        (
-            {"algorithm": {"name": "gkd"}, "rollout": {"completions": 4, "replay": {"history": 1}}},
-            "rollout.replay: gkd needs samples",
-        ),
-        (
-            {"algorithm": {"name": "gvpo_opd"}, "engine": {"logprob_temperature": 2.0}},
-            "engine.logprob_temperature: takes 1 with a teacher",
-        ),
-        ({"algorithm": {"name": "gvpo_opd"}, "reward": "exact"}, "reward: would be ignored"),
-        ({"algorithm": {"name": "gkd", "beta": 1.5}}, "algorithm: beta takes a number from 0 to 1, got 1.5"),
-        ({"algorithm": {"name": "gkd", "on_policy": -0.5}}, "algorithm: on_policy takes a number from 0 to 1"),
-        ({"algorithm": {"name": "supervised_kd", "temperature": 0.0}}, "temperature takes a number above 0"),
-    ],
-)
-def test_wrong_recipes_of_distillation(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        validate(recipe(tmp_path, **changes), where="test")
+def test_a_teacher_that_is_the_policy_has_nothing_to_teach(tmp_path: Path) -> None:
+    teacher = save_random_model(tmp_path / "teacher")
+    run(tmp_path, **OPD, teacher={"model": str(teacher)}, steps=1)
+    (row,) = metrics(tmp_path / "run")[1:]
+    assert abs(row["gvpo_opd/log_ratio"]) < 1e-4
+    assert row["gvpo_opd/log_ratio_variance"] < 1e-8
 
 
-def test_a_cache_that_nothing_fills_is_refused(tmp_path: Path) -> None:
-    data = recipe(tmp_path, algorithm={"name": "gvpo_opd"})
-    data["teacher"]["cache"] = "x.jsonl"
-    with pytest.raises(
-        UserError, match=r"teacher\.cache: would be ignored, gvpo_opd asks the teacher for no completions"
-    ):
-        validate(data, where="test")
+def test_a_resume_goes_on_as_if_the_run_had_never_stopped(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {**OPD, "teacher": {"model": "tiny"}}
+    run(tmp_path, **changes, steps=1)
+    covary.train(resume=tmp_path / "run", steps=2, quiet=True)
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    (whole / "model").symlink_to(tmp_path / "model")
+    run(whole, **changes, steps=2)
+    last = [comparable(metrics(folder / "run")[-1]) for folder in (tmp_path, whole)]
+    assert last[0] == last[1]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"task": Sums(), "algorithm": {"name": "gkd"}},
-            r"'sum/4' has no completions, which the algorithm learns from",
-        ),
-        ({"algorithm": {"name": "gkd"}, "rewarded": True}, r"task\.rewards: would be ignored"),
-        ({"algorithm": {"name": "seqkd"}}, r"task\.completion: would be ignored"),
-        (
-            {"task": Sums(), "algorithm": {"name": "pg_opd_sequence"}, "reward": "exact"},
-            "the algorithm makes its own rewards",
-        ),
-        (
-            {"algorithm": {"name": "minillm"}, "teacher": {"url": "http://localhost:1/v1", "tokenizer": "tiny"}},
-            r"teacher\.url: .*use teacher\.model",
-        ),
-    ],
-)
-def test_what_does_not_fit_is_said_before_a_model_loads(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    data = recipe(tmp_path, **changes)
-    if data.pop("rewarded", False):
-        data["task"]["rewards"] = "rewards"
-    with pytest.raises(UserError, match=message):
-        resolve(validate(data, where="test"))
+def test_rows_that_the_teacher_cannot_read_leave_and_are_counted(tmp_path: Path) -> None:
+    """A context so short that only the shortest texts fit behind the teacher's prompt."""
+    short = tmp_path / "short"
+    tiny, tokenizer = load_model("tiny"), load_tokenizer("tiny")
+    prompt = tokenizer.apply_chat_template(Sums().load().train[0].prompt, add_generation_prompt=True, return_dict=False)
+    tiny.config.max_position_embeddings = len(prompt) + 6
+    tiny.save_pretrained(short)
+    tokenizer.save_pretrained(short)
+    run(tmp_path, **OPD, teacher={"model": str(short)}, rollout={"prompts": 4, "completions": 6, "max_tokens": 6})
+    rows = metrics(tmp_path / "run")[1:]
+    assert all(0 < row["rows/invalid"] < 24 for row in rows)
+    assert all("loss" in row for row in rows)
+    assert len(rollouts(tmp_path / "run", 1)) == 24
 
 
-# -- learning --------------------------------------------------------------------------------------------------------
+def test_check_shows_what_the_teacher_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": f"{i} + 2 =", "answer": str(i + 2)} for i in range(6)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe: dict[str, Any] = {
+        "steps": 1,
+        "model": {"name": str(save_random_model(tmp_path / "model"))},
+        "teacher": {"model": "tiny"},
+        "task": {"name": "jsonl", "path": str(tmp_path / "data.jsonl"), "test": 2, "grader": "exact"},
+        "algorithm": {"name": "gvpo_opd"},
+        "rollout": {"prompts": 2, "completions": 4, "max_tokens": 6},
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.dump(recipe))
+    app(["check", str(path)], standalone_mode=False)
+    said = capsys.readouterr().out
+    assert "teacher reads data/" in said or "teacher reads" in said
+    assert "'<|im_end|>' (2) ends the teacher's turn" in said
+    assert "one tiny step ran" in said
+    recipe["teacher"] = {"model": "some-org/some-teacher"}
+    path.write_text(yaml.dump(recipe))
+    app(["check", str(path), "--no-model"], standalone_mode=False)
+    assert "the teacher some-org/some-teacher is not on this machine" in capsys.readouterr().out
 
 
-def first_tokens(model: torch.nn.Module, tokenizer: Any) -> torch.Tensor:
-    """(prompts, V) log-probs of the first token of a completion."""
-    rows = []
-    for example in Sums(test_rows=0).load().train:
-        ids = tokenizer.apply_chat_template(example.prompt, add_generation_prompt=True)["input_ids"]
-        with torch.no_grad():
-            rows.append(model(input_ids=torch.tensor([ids])).logits[0, -1].log_softmax(-1))
-    return torch.stack(rows)
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_the_student_nears_its_teacher(tmp_path: Path, name: str) -> None:
-    """Reverse KL of the first token, averaged over prompts, after twenty steps against where it started.
-
-    SeqKD has sixteen samples of each prompt and learns them by heart: it is asked for its loss.
-    """
-    more = {"supervised_kd": {"data": "teacher"}, "gkd": {"off_policy": "teacher"}}.get(name, {})
-    teacher = random_llama(seed=1, scale=3.0)
-    folder = save_random_model(tmp_path / "peaked")
-    teacher.save_pretrained(folder)
-    trained = distill(
-        tmp_path, {"name": name, **more}, teacher={"model": str(folder)}, steps=20, task=Sums(test_rows=0), reward=None,
-        rollout={"prompts": 8, "completions": 16, "max_tokens": 3}, optimizer={"lr": 1e-2},
-    )  # fmt: skip
-    if name == "seqkd":
-        losses = [row["loss"] for row in metrics(tmp_path / "run")[1:]]
-        assert losses[-1] < losses[0] - 0.3
-        return
-    q = first_tokens(teacher, trained.tokenizer)
-    start, end = (
-        float((p.exp() * (p - q)).sum(-1).mean())
-        for p in (first_tokens(model, trained.tokenizer) for model in (random_llama(), trained.model))
-    )
-    assert end < 0.8 * start, f"{start:.3f} -> {end:.3f}"
+@pytest.mark.gpu
+def test_a_teacher_on_a_gpu_beside_a_student_on_the_cpu(tmp_path: Path) -> None:
+    assert torch.cuda.is_available()
+    teacher = save_random_model(tmp_path / "teacher", seed=3)
+    for algorithm in ({"name": "gvpo_opd"}, {"name": "gkd"}):
+        folder = tmp_path / algorithm["name"]
+        folder.mkdir()
+        run(
+            folder,
+            algorithm=algorithm,
+            reward=None,
+            teacher={"model": str(teacher), "device": "cuda", "dtype": "bfloat16"},
+            engine={"device": "cpu"},
+        )
+        assert metrics(folder / "run")[-1]["grad_norm"] > 0
