@@ -10,7 +10,7 @@ something to sharpen, the model is taught in two phases on Reasoning Gym's `chai
 Questions of the quickstart's test split are in neither phase, in no form of words.
 
 The pair is for distillation: the teacher writes sums out step by step and is right, with a tokenizer that merges words;
-the student reads bytes and answers like the teacher in one of three cases. In the others it slips in the units and goes
+the student reads bytes and answers like the teacher in one of four cases. In the others it slips in the units and goes
 on from there, or it guesses. So what the teacher has to teach is which of the student's habits to keep. The test split
 of the distillation quickstart is in the training of neither.
 
@@ -336,7 +336,7 @@ PAIR_TASK = ReasoningGym(
 
 PAIR_BATCH = 128
 PAIR_STEPS = {"tiny_student": 1100, "tiny_teacher": 700}
-RIGHT_SHARE = 0.35  # of the student's training answers
+RIGHT_SHARE = 0.25  # of the student's training answers
 ONE_DIGIT_SHARE = 0.35  # of the terms: without it short ones are too rare to be learned
 STUDENT_TEMPLATE = (
     "{%- for message in messages -%}"

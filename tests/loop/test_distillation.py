@@ -37,12 +37,14 @@ def test_a_teacher_is_asked_for_and_never_ignored(tmp_path: Path) -> None:
         assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("name", ["gkd", "minillm", "pg_opd_token"])
-def test_token_by_token_methods_refuse_other_tokens_and_name_the_one_that_takes_them(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "more"), [("gkd", {"on_policy": 1.0}), ("minillm", {}), ("pg_opd_token", {})])
+def test_token_by_token_methods_refuse_other_tokens_and_name_the_one_that_takes_them(
+    tmp_path: Path, name: str, more: dict[str, Any]
+) -> None:
     with pytest.raises(
         UserError, match=r"its tokenizer is not the student's.* gvpo_opd learns from a teacher with any"
     ):
-        run(tmp_path, algorithm={"name": name}, reward=None, teacher={"model": "tiny"})
+        run(tmp_path, algorithm={"name": name} | more, reward=None, teacher={"model": "tiny"})
     assert not (tmp_path / "run").exists()
 
 
@@ -110,6 +112,7 @@ def test_a_teacher_with_the_same_tokens_is_scored_under_its_own_prompt_and_end(
         "dtype": "float32",
         "device": "auto",
         "trust_remote_code": False,
+        "cache": None,
     }
 
 
