@@ -12,9 +12,11 @@ import covary
 from covary.algorithms import GVPOOPD
 from covary.api import resolve
 from covary.config import validate
+from covary.models.loading import load_tokenizer
 from covary.types import UserError
 from tests.loop.mini import Sums, comparable, metrics, needs, pairs, rollouts, run
 from tests.models import random_llama, save_random_model
+from tests.servers import choice, serving
 
 METHODS = ("gvpo_opd", "seqkd", "supervised_kd", "gkd", "minillm", "pg_opd_sequence", "pg_opd_token")
 ANY_TOKENIZER = ("gvpo_opd", "seqkd", "pg_opd_sequence")
@@ -116,6 +118,23 @@ def test_another_run_takes_the_completions_from_the_cache(tmp_path: Path, monkey
     assert list(map(comparable, metrics(tmp_path / "again"))) == list(map(comparable, first))
     assert not (tmp_path / "run" / "teacher.jsonl").exists()
     assert str(tmp_path / "said.jsonl") in (tmp_path / "run" / "config.yaml").read_text()
+
+
+def test_a_teacher_behind_a_server_teaches_by_its_completions(tmp_path: Path) -> None:
+    """SeqKD needs no log-probs of a server: it asks for completions, each once."""
+    with serving(lambda body: choice(f" {len(body['prompt'])}")) as (url, seen):
+        distill(tmp_path, "seqkd", teacher={"url": url, "tokenizer": "tiny", "served_model": "t"}, steps=4)
+    rows = rollouts(tmp_path / "run", 4)
+    assert {row["source"] for row in rows} == {"teacher"}
+    prompt = load_tokenizer("tiny").apply_chat_template(
+        Sums(test_rows=0).load().train[0].prompt, add_generation_prompt=True
+    )
+    assert len(prompt["input_ids"]) in {len(body["prompt"]) for body in seen}
+    assert {row["completion"] for row in rows} <= {f" {len(body['prompt'])}" for body in seen}
+    assert all(row["finish"] == "eos" for row in rows)
+    # 12 prompts, 4 completions each, in 4 steps of 4 prompts: the last step's were known.
+    assert len(seen) == 48
+    assert seen[0]["model"] == "t"
 
 
 def test_gkd_draws_one_source_for_all_prompts_of_a_step(tmp_path: Path) -> None:
