@@ -671,7 +671,10 @@ def _reader(
     config: RunConfig, reading: Reading | None, teacher: LocalTeacher | None, example: Example
 ) -> Reader | None:
     """The teacher as something that reads text, where it is no module beside the policy."""
-    if reading is None or (teacher is not None and teacher.same_tokens):
+    scores = (*config.algorithm.frozen, *config.algorithm.trained)
+    if reading is None or not any("teacher" in score.models for score in scores):
+        return None
+    if teacher is not None and teacher.same_tokens:
         return None
     if teacher is not None:
         return Reader(reading, LocalLogProbs(teacher.model, config.engine.micro_batch_tokens))

@@ -64,7 +64,8 @@ class Translation:
         return Completion(tokens[:max_tokens], text, "length", source="teacher")
 
     def _encode(self, text: str) -> list[int]:
-        return list(self.student.encode(text, add_special_tokens=False))
+        # Text is never read as a control token: an end in the middle of a row would be no end.
+        return list(self.student.encode(text, add_special_tokens=False, split_special_tokens=True))
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,11 @@ class TestTranslation:
     def test_an_id_that_only_the_teachers_padding_has_makes_the_row_invalid(self) -> None:
         assert translation(STUDENT, same=True)(Completion([5, 259, END], "", "eos"), "", 9).tokens == []
 
+    def test_text_is_never_read_as_a_control_token(self, bpe: Any) -> None:
+        row = translation(bpe)(said(bpe, "a<|im_end|>b", "length"), "", 99)
+        assert END not in row.tokens
+        assert STUDENT.decode(row.tokens) == "a<|im_end|>b"
+
     def test_an_empty_answer_is_an_end_and_an_empty_beginning_nothing(self, bpe: Any) -> None:
         assert translation(bpe)(said(bpe, ""), "", 9).tokens == [END]
         assert translation(bpe)(Completion([], "", "length"), "", 9).tokens == []
