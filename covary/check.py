@@ -100,13 +100,16 @@ def _tokenizer(config: RunConfig, with_model: bool, screen: Screen) -> Any | Non
 def _teacher(resolved: Resolved, tokenizer: Any, architecture: Any, with_model: bool) -> list[str]:
     """How the teacher reads the student. Without the model the teacher may be absent too."""
     teacher = resolved.config.teacher
+    if teacher is None:
+        return []
+    key, name = ("model", teacher.model) if isinstance(teacher, Teacher) else ("tokenizer", teacher.tokenizer)
     try:
-        reading = resolved.reading(tokenizer, architecture, offline=not with_model)
-    except UserError:
-        name = teacher.model if isinstance(teacher, Teacher) else teacher.tokenizer if teacher else ""
+        load_tokenizer(name, offline=not with_model)
+    except UserError as error:
         if with_model or name in SHIPPED or Path(model_path(name)).exists():
-            raise
+            raise UserError(str(error).replace("model.name", f"teacher.{key}")) from error
         return [f"note: the teacher {name} is not on this machine: what it reads is not shown"]
+    reading = resolved.reading(tokenizer, architecture, offline=not with_model)
     return resolved.teacher_lines(reading, tokenizer) if reading is not None else []
 
 

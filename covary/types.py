@@ -135,7 +135,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Stream:
-    """A model that reads the completion under a context. `reference` is `old` or `initial`, as the recipe says."""
+    """A model that reads the completion under a context. `reference` is `old` or `initial`, as the recipe says.
+
+    A teacher reads its own rendering of the prompt, whatever the context.
+    """
 
     model: ModelRole = "policy"
     context: str = "prompt"

@@ -14,7 +14,7 @@ Shipped templates lie beside this file; a recipe may name a path.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -175,22 +175,24 @@ class Room:
             UserError: a token that the model does not know.
         """
         for name, ids in group.contexts.items():
-            if name in self.others:
-                alone = Group(group.example, {name: ids})
-                if complaint := replace(self.others[name], others={}).complaint(alone):
-                    return complaint
-                continue
-            if self.vocabulary is not None and max(ids) >= self.vocabulary:
-                raise UserError(
-                    f"example {group.example.id!r}: its {name} has token {max(ids)}, and the model knows "
-                    f"{self.vocabulary} tokens: tokenizer and model do not belong together"
-                )
-            if self.context is not None and len(ids) + self.max_tokens > self.context:
-                return (
-                    f"example {group.example.id!r}: its {name} has {len(ids)} tokens, and with max_tokens "
-                    f"{self.max_tokens} that is more than the model's context of {self.context}; shorten it or lower "
-                    "max_tokens"
-                )
+            other = self.others.get(name)
+            what = f"example {group.example.id!r}: its {name}"
+            complaint = self._complaint(what, ids) if other is None else other._complaint(f"{what}'s prompt", ids)
+            if complaint is not None:
+                return complaint
+        return None
+
+    def _complaint(self, what: str, ids: list[int]) -> str | None:
+        if self.vocabulary is not None and max(ids) >= self.vocabulary:
+            raise UserError(
+                f"{what} has token {max(ids)}, and the model knows {self.vocabulary} tokens: tokenizer and model do not "
+                "belong together"
+            )
+        if self.context is not None and len(ids) + self.max_tokens > self.context:
+            return (
+                f"{what} has {len(ids)} tokens, and with max_tokens {self.max_tokens} that is more than the model's "
+                f"context of {self.context}; shorten it or lower max_tokens"
+            )
         return None
 
 
