@@ -97,6 +97,22 @@ def test_their_cards_name_their_numbers() -> None:
         assert f"python scripts/build_tiny_models.py {name}" in card
 
 
+@pytest.mark.parametrize("name", PAIR)
+def test_the_script_makes_these_tokenizers_and_shapes(script: ModuleType, name: str, tmp_path: Path) -> None:  # noqa: F811
+    script.build_pair_model(name, tmp_path, steps=2)
+    for file in ("tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json"):
+        assert (tmp_path / file).read_text() == (MODELS / name / file).read_text(), file
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PAIR)
+def test_the_script_makes_models_of_the_same_accuracy(script: ModuleType, name: str, tmp_path: Path) -> None:  # noqa: F811
+    script.build_pair_model(name, tmp_path)
+    shipped, made = (script.measure(folder, task=script.PAIR_TASK) for folder in (MODELS / name, tmp_path))
+    # Rounding differs with the number of threads and the torch build, and a thousand steps amplify it.
+    assert made["accuracy"] == pytest.approx(shipped["accuracy"], abs=0.1)
+
+
 @pytest.mark.slow
 def test_the_quickstart_raises_the_students_accuracy_by_a_fifth(tmp_path: Path) -> None:
     import covary
