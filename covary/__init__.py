@@ -29,6 +29,7 @@ _PUBLIC = {
     "GRPO": "covary.algorithms",
     "DrGRPO": "covary.algorithms",
     "SFT": "covary.algorithms",
+    "GVPOOPD": "covary.algorithms",
 }
 
 __all__ = [*_PUBLIC, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]

@@ -35,6 +35,8 @@ from covary.config import (
 )
 from covary.doctor import Doctor, Facts, open_turn
 from covary.engines.local import LocalEngine
+from covary.engines.reader import LocalLogProbs, Reader
+from covary.engines.remote import need_log_probs, server_log_probs
 from covary.evaluate import Evaluator
 from covary.jsonlines import read_jsonl
 from covary.lock import LOCK_FILE, run_lock
@@ -45,6 +47,7 @@ from covary.models.loading import (
     fingerprint,
     generation_defaults,
     load_config,
+    load_generation_config,
     load_model,
     load_tokenizer,
     model_path,
@@ -52,16 +55,21 @@ from covary.models.loading import (
 )
 from covary.models.lora import add_lora, initial_policy, need_peft
 from covary.models.rewards import WithModel, build_model_reward
+from covary.models.teacher import LocalTeacher, check_prompts, describe, load_teacher, read_teacher
+from covary.models.teacher_rollout import teacher_rollout
 from covary.prompts import Room, Template, TurnEnd, load_template, open_turn_end, prompt_group
 from covary.quantities import QUANTITIES
 from covary.rewards import EXTRACTORS, GRADERS, Grader, Reward, build_reward
 from covary.rewards.reward import PooledReward
 from covary.rollout.dataset import DatasetRollout
 from covary.rollout.given import GivenRollout
+from covary.rollout.mixture import MixtureRollout
 from covary.rollout.replay import ReplayRollout
-from covary.rollout.transformers import TransformersRollout
+from covary.rollout.sources import SourcesRollout
+from covary.rollout.transformers import TransformersRollout, end_ids
+from covary.scoring.reading import Reading
 from covary.seeding import derive_seed
-from covary.settings import Eval, JudgeReward, RewardModel
+from covary.settings import Eval, JudgeReward, RewardModel, Teacher, TeacherServer
 from covary.stop import Stop
 from covary.tasks import BENCHMARKS, Benchmark
 from covary.tasks.task import Task
@@ -181,6 +189,14 @@ def _from_anywhere(config: RunConfig) -> RunConfig:
         cache = str(Path(judge.cache).expanduser().absolute()) if judge.cache is not None else None
         return JudgeReward(replace(judge, model=model, prompt_file=absolute(judge.prompt_file), cache=cache))
 
+    teacher = config.teacher
+    if isinstance(teacher, Teacher):
+        teacher = replace(teacher, model=absolute(teacher.model))
+    elif teacher is not None:  # the server knows its model by the name as it was given
+        name = teacher.served_model or teacher.tokenizer
+        teacher = replace(teacher, tokenizer=absolute(teacher.tokenizer), served_model=name)
+    if teacher is not None and teacher.cache is not None:
+        teacher = replace(teacher, cache=str(Path(teacher.cache).expanduser().absolute()))
     given = config.rollout.file and replace(config.rollout.file, path=absolute(config.rollout.file.path))
     task = config.task
     files = [name for name in ("path", "test_path", "template") if isinstance(getattr(task, name, None), str)]
@@ -190,6 +206,7 @@ def _from_anywhere(config: RunConfig) -> RunConfig:
         reward=reward(config.reward),
         eval=replace(config.eval, reward=reward(config.eval.reward), data_dir=absolute(config.eval.data_dir)),
         model=replace(config.model, name=absolute(config.model.name)),
+        teacher=teacher,
         rollout=replace(config.rollout, file=given),
     )
 
@@ -353,6 +370,33 @@ class Resolved:
         if turn_end is None or turn_end.token is None:
             return None
         return open_turn(turn_end.text, _written(tokenizer, end_ids))
+
+    def reading(self, tokenizer: Any, architecture: Any, *, offline: bool = False) -> Reading | None:
+        """How the teacher reads the student, without any weights; None where the recipe has no teacher.
+
+        Raises:
+            UserError: its tokenizer cannot be loaded, or the method needs a teacher with the student's tokens.
+        """
+        config = self.config
+        if config.teacher is None:
+            return None
+        generation = load_generation_config(config.model.name, offline=offline)
+        ends = end_ids(tokenizer, generation, architecture.get_text_config(decoder=True))
+        reading = read_teacher(config.teacher, tokenizer, ends, self.template, offline=offline)
+        _check_tokens(config, reading)
+        return reading
+
+    def teacher_lines(self, reading: Reading, tokenizer: Any) -> list[str]:
+        """What a person should see of a teacher before a run.
+
+        Raises:
+            UserError: it can read no prompt.
+        """
+        some = self.task.train[:: math.ceil(len(self.task.train) / CHECKED_PROMPTS)]
+        note = check_prompts(reading, some, self.sampling.max_tokens)
+        tilt = self.config.algorithm.teacher_note(reading.same_tokens)
+        notes = [f"note: {line}" for line in (note, tilt) if line is not None]
+        return [*describe(reading, prompt_group(self.task.train[0], self.template, tokenizer)), *notes]
 
     def check_lengths(self, tokenizer: Any, architecture: Any) -> list[str]:
         """Refuse prompts that leave no room for a completion in the model's context.
@@ -531,14 +575,52 @@ def _last_text(prompt: Any) -> str | None:
     return prompt if isinstance(prompt, str) else None
 
 
-def _rollout(config: RunConfig, sampler: RolloutEngine, given: dict[str, list[str]], tokenizer: Any) -> RolloutEngine:
+def _rollout(
+    resolved: Resolved,
+    sampler: TransformersRollout,
+    reading: Reading | None,
+    teacher: LocalTeacher | None,
+    screen: Screen,
+) -> RolloutEngine:
+    """What answers the algorithm's plans, from every source that they name."""
+    config, tokenizer, sources = resolved.config, sampler.tokenizer, resolved.config.algorithm.sources
     if config.rollout.engine == "dataset":
         return DatasetRollout(tokenizer)
     if config.rollout.replay is not None:
         return ReplayRollout(sampler, config.rollout.replay.history, config.rollout.replay.size)
     if config.rollout.file is not None:
-        return GivenRollout(sampler, given, config.rollout.file.count, tokenizer)
-    return sampler
+        return GivenRollout(sampler, resolved.given, config.rollout.file.count, tokenizer)
+    if sources == ("policy",):
+        return sampler
+    engines: dict[str, RolloutEngine] = {"policy": sampler}
+    if "dataset" in sources:
+        engines["dataset"] = DatasetRollout(tokenizer)
+    if "mixed" in sources:
+        assert teacher is not None  # _check_needs
+        mixture = MixtureRollout(
+            sampler.model,
+            tokenizer,
+            teacher.model,  # pyright: ignore[reportArgumentType]
+            teacher_context="teacher",
+            autocast=sampler.autocast,
+        )
+        mixture.on_progress = screen.completions
+        engines["mixed"] = mixture
+    if "teacher" in sources:
+        assert config.teacher is not None  # config.py
+        assert reading is not None
+        engines["teacher"] = teacher_rollout(
+            config.teacher,
+            reading,
+            teacher,
+            student_ends=sampler.end_ids,
+            student_vocabulary=sampler.model.get_input_embeddings().weight.shape[0],  # pyright: ignore[reportArgumentType]
+            folder=Path(config.out or "."),
+            seed=derive_seed(config.seed, "teacher"),
+            say=screen.say,
+            on_progress=screen.completions,
+        )
+    return SourcesRollout(engines)
 
 
 def build(resolved: Resolved, screen: Screen) -> Run:
@@ -562,6 +644,15 @@ def build(resolved: Resolved, screen: Screen) -> Run:
     for line in resolved.check_lengths(tokenizer, architecture):
         screen.say(f"note: {line}")
 
+    reading = resolved.reading(tokenizer, architecture)
+    teacher = None
+    if reading is not None:
+        for line in resolved.teacher_lines(reading, tokenizer):
+            screen.say(line)
+        if isinstance(config.teacher, Teacher):  # before the run's own seed, as the rewards' models
+            vocabulary = architecture.get_text_config().vocab_size
+            teacher = load_teacher(config.teacher, reading, device=device, student_vocabulary=vocabulary)
+
     _seed_everything(config.seed)
     model = load_model(config.model.name, device=device, trust_remote_code=config.model.trust_remote_code)
     if defaults := generation_defaults(model):
@@ -573,9 +664,17 @@ def build(resolved: Resolved, screen: Screen) -> Run:
     if config.model.lora is not None:
         add_lora(model, config.model.lora, model_path(config.model.name))
     autocast = torch.bfloat16 if config.engine.autocast == "bfloat16" else None
+    frozen = {"initial": initial_policy(model)} if "initial" in resolved.models else {}
+    template, room = resolved.template, resolved.room(architecture)
+    if teacher is not None and teacher.same_tokens:  # a module beside the policy, with a prompt of its own
+        frozen["teacher"] = teacher.model
+        template = replace(template, others={"teacher": teacher.reading.prompt})
+        limits = Room(teacher.reading.context, teacher.reading.vocabulary, room.max_tokens)
+        room = replace(room, others={"teacher": limits})
     engine = LocalEngine(
         model,
-        frozen={"initial": initial_policy(model)} if "initial" in resolved.models else {},
+        frozen=frozen,
+        reader=_reader(config, reading, teacher, task.train[0]),
         reference=reference_model(config),
         micro_batch_tokens=config.engine.micro_batch_tokens,
         autocast=autocast,
@@ -613,11 +712,11 @@ def build(resolved: Resolved, screen: Screen) -> Run:
         algorithm=algorithm,
         model=model,
         tokenizer=tokenizer,
-        template=resolved.template,
-        room=resolved.room(architecture),
+        template=template,
+        room=room,
         examples=task.train,
         reward=resolved.reward,
-        rollout=_rollout(config, sampler, resolved.given, tokenizer),
+        rollout=_rollout(resolved, sampler, reading, teacher, screen),
         engine=engine,
         evaluators=evaluators,
         sampling=resolved.sampling,
@@ -653,6 +752,23 @@ def _graded(resolved: Resolved) -> Iterator[tuple[Task, Reward]]:
         if task.grader not in graders:
             graders[task.grader] = build_reward(task.grader)
         yield task, graders[task.grader]
+
+
+def _reader(
+    config: RunConfig, reading: Reading | None, teacher: LocalTeacher | None, example: Example
+) -> Reader | None:
+    """The teacher as something that reads text, where it is no module beside the policy."""
+    scores = (*config.algorithm.frozen, *config.algorithm.trained)
+    if reading is None or not any("teacher" in score.models for score in scores):
+        return None
+    if teacher is not None and teacher.same_tokens:
+        return None
+    if teacher is not None:
+        return Reader(reading, LocalLogProbs(teacher.model, config.engine.micro_batch_tokens))
+    assert isinstance(config.teacher, TeacherServer)
+    server = server_log_probs(config.teacher)
+    need_log_probs(server, reading.prompt(example), reading.end)
+    return Reader(reading, server)
 
 
 def _doctor(resolved: Resolved, tokenizer: Any, end_ids: frozenset[int]) -> Doctor | None:
@@ -759,15 +875,40 @@ def _check_needs(config: RunConfig, template: Template) -> None:
                 f"algorithm: the score {score.name!r} asks for {quantity!r}; quantities are {', '.join(QUANTITIES)}"
             )
         for stream in score.stream_pair:
-            if stream.context not in template.contexts:
+            if stream.model != "teacher" and stream.context not in template.contexts:
                 raise UserError(
                     f"task.template: {template.name} has no context {stream.context!r}, which the score {score.name!r} "
                     f"reads; it has {', '.join(template.contexts)}"
                 )
-            if stream.model == "teacher":
-                raise UserError(f"algorithm: the score {score.name!r} reads a teacher, which no engine has yet")
+        if isinstance(config.teacher, TeacherServer) and len(score.stream_pair) > 1 and "teacher" in score.models:
+            raise UserError(
+                f"teacher.url: the score {score.name!r} compares whole distributions, and a server gives log-probs of "
+                "tokens only; use teacher.model"
+            )
         if (score.tokens != "sampled" or score.per == "example") and template.answer is None:
             raise UserError(f"task.template: {template.name} appends no answer, which the score {score.name!r} reads")
+    if isinstance(config.teacher, TeacherServer) and "mixed" in algorithm.sources:
+        raise UserError(
+            "teacher.url: the algorithm samples single tokens from teacher and policy together, which a server does not "
+            "do; use teacher.model"
+        )
+
+
+def _check_tokens(config: RunConfig, reading: Reading) -> None:
+    """With another tokenizer a teacher has one number for each text, and nothing else."""
+    if reading.same_tokens:
+        return
+    if "mixed" in config.algorithm.sources:
+        raise UserError(
+            "teacher: its tokenizer is not the student's, and the algorithm samples single tokens from both; "
+            "algorithm.name: gvpo_opd learns from a teacher with any tokenizer"
+        )
+    for score in (*config.algorithm.frozen, *config.algorithm.trained):
+        if "teacher" in score.models and (score.level == "token" or len(score.stream_pair) > 1):
+            raise UserError(
+                f"teacher: its tokenizer is not the student's, and the score {score.name!r} compares them token by token; "
+                "algorithm.name: gvpo_opd learns from a teacher with any tokenizer"
+            )
 
 
 def _rewards(
@@ -776,10 +917,12 @@ def _rewards(
     """The rewards of training and of evaluation, one object where they are the same."""
     algorithm = config.algorithm
     own = type(algorithm).reward is not Algorithm.reward
-    given = config.rollout.engine == "dataset" and survey.rewarded
-    if config.rollout.engine == "dataset" and survey.without_completions is not None:
+    offline, mixes = config.rollout.engine == "dataset", "dataset" in algorithm.sources
+    given = offline and survey.rewarded
+    if (offline or mixes) and survey.without_completions is not None:
+        who = "rollout.engine: dataset" if offline else "the algorithm"
         raise UserError(
-            f"example {survey.without_completions!r} has no completions, which rollout.engine: dataset learns from; "
+            f"example {survey.without_completions!r} has no completions, which {who} learns from; "
             "name their column with task.completion"
         )
     if given and not (algorithm.needs_reward or own):
@@ -787,8 +930,8 @@ def _rewards(
             f"task: the rewards of its completions (chosen: 1, rejected: 0) would be ignored, {type(algorithm).__name__} "
             "learns from every completion alike; name the column to learn from with task.completion"
         )
-    if config.rollout.engine != "dataset":
-        for name in ("rewards", "completion", "chosen"):
+    if not offline:
+        for name in ("rewards", "chosen") if mixes else ("rewards", "completion", "chosen"):
             if getattr(config.task, name, None) is not None:
                 raise UserError(
                     f"task.{name}: would be ignored, only rollout.engine: dataset learns from given completions"

@@ -159,6 +159,8 @@ class Algorithm:
     offline: ClassVar[bool] = False
     """Learns from given completions only."""
     needs_reward: ClassVar[bool] = True
+    sources: ClassVar[tuple[str, ...]] = ("policy",)
+    """Sources that a plan may ask for. May be a property."""
     normalisers: ClassVar[tuple[str, ...]] = ()
     """Names of prepared numbers whose totals the loss divides by."""
     frozen: ClassVar[tuple[Score, ...]] = ()
@@ -195,6 +197,10 @@ class Algorithm:
     def metrics(self, scores: Scores, batch: Batch) -> dict[str, float]:
         """Numbers to log, once per optimizer batch, on detached scores."""
         return {}
+
+    def teacher_note(self, same_tokens: bool) -> str | None:
+        """What to tell at the start of a run with such a teacher (with the policy's own tokens, or others)."""
+        return None
 
 
 class RolloutEngine(Protocol):

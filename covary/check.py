@@ -18,7 +18,7 @@ from covary.models.loading import SHIPPED, load_config, load_generation_config, 
 from covary.prompts import prompt_group
 from covary.rewards import GRADERS, Grader, build_reward
 from covary.rollout.transformers import end_ids
-from covary.settings import Checkpoint, JudgeReward, Log, RewardModel
+from covary.settings import Checkpoint, JudgeReward, Log, RewardModel, Teacher
 from covary.tasks.task import Task
 from covary.train import planned_steps
 from covary.types import Example, RunError, UserError
@@ -58,6 +58,8 @@ def check(config: RunConfig, *, with_model: bool, screen: Screen) -> None:
             ends = end_ids(tokenizer, generation, architecture.get_text_config(decoder=True))
             if warning := resolved.end_warning(tokenizer, ends):
                 screen.say(f"warning: {warning}")
+            for line in _teacher(resolved, tokenizer, architecture, with_model):
+                screen.say(line)
     for example in resolved.task.train[:RENDERED]:
         if tokenizer is None:
             screen.say(f"prompt {example.id}: {example.prompt!r}")
@@ -96,6 +98,22 @@ def _tokenizer(config: RunConfig, with_model: bool, screen: Screen) -> Any | Non
             f"note: {config.model.name} is not on this machine: prompts are shown as messages, their lengths not checked"
         )
         return None
+
+
+def _teacher(resolved: Resolved, tokenizer: Any, architecture: Any, with_model: bool) -> list[str]:
+    """How the teacher reads the student. Without the model the teacher may be absent too."""
+    teacher = resolved.config.teacher
+    if teacher is None:
+        return []
+    key, name = ("model", teacher.model) if isinstance(teacher, Teacher) else ("tokenizer", teacher.tokenizer)
+    try:
+        load_tokenizer(name, offline=not with_model)
+    except UserError as error:
+        if with_model or name in SHIPPED or Path(model_path(name)).exists():
+            raise UserError(str(error).replace("model.name", f"teacher.{key}")) from error
+        return [f"note: the teacher {name} is not on this machine: what it reads is not shown"]
+    reading = resolved.reading(tokenizer, architecture, offline=not with_model)
+    return resolved.teacher_lines(reading, tokenizer) if reading is not None else []
 
 
 def _gold(resolved: Resolved) -> Iterator[str]:
@@ -148,6 +166,7 @@ def _tiny_step(resolved: Resolved) -> str:
             optimizer=replace(config.optimizer, prompts=None, passes=1),
             checkpoint=Checkpoint(),
             log=Log(samples=0),
+            teacher=config.teacher and replace(config.teacher, cache=None),
         )
         sampling = replace(resolved.sampling, max_tokens=tokens)
         run = build(replace(resolved, config=small, sampling=sampling), Screen(silent=True))

@@ -13,7 +13,7 @@ import math
 import re
 import reprlib
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,9 +43,11 @@ from covary.settings import (
     Optimizer,
     RewardModel,
     Rollout,
+    Teacher,
+    TeacherServer,
     Text,
 )
-from covary.types import Example, UserError
+from covary.types import Example, Score, UserError
 
 if TYPE_CHECKING:
     from covary.batch import Algorithm
@@ -69,7 +71,7 @@ class RunConfig:
         optimizer: AdamW, and how a rollout is cut into updates.
         engine: how scores and gradients are computed.
         reference: the model behind `reference` streams, see `reference_model`. None: old.
-        teacher: always None; no algorithm of this version reads a teacher.
+        teacher: the model that a distillation method learns from.
         eval: evaluation on the test split.
         checkpoint: when to save.
         log: what to report.
@@ -88,7 +90,7 @@ class RunConfig:
     optimizer: Optimizer = field(default_factory=Optimizer)
     engine: Engine = field(default_factory=Engine)
     reference: Literal["old", "initial"] | None = None
-    teacher: None = None
+    teacher: Teacher | TeacherServer | None = None
     eval: Eval = field(default_factory=Eval)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     log: Log = field(default_factory=Log)
@@ -265,8 +267,6 @@ def validate(data: Mapping[str, Any], *, where: str) -> RunConfig:
             continue
         if data.get(key) is None:
             built[key] = getattr(RunConfig, key)
-        elif key == "teacher":
-            problems.append("teacher: no algorithm of this version reads a teacher; leave the key out")
         else:
             _set_checked(built, key, hint, data[key], key, problems)
     problems += _conflicts(built)
@@ -426,6 +426,15 @@ def _set_checked(target: dict[str, Any], key: str, hint: Any, value: Any, path: 
         if path in built:
             target[key] = built[path]
         return
+    if _is_function(hint) and isinstance(value, str) and is_object_name(value):
+        try:
+            target[key] = load_object(value, path)
+        except UserError as error:
+            problems.append(str(error))
+            return
+        if not callable(target[key]):
+            problems.append(f"{path}: {value} is no function")
+        return
     try:
         # JSON's strict mode is the one in which a list may become a tuple and nothing else changes.
         target[key] = TypeAdapter(hint, config=_STRICT).validate_json(json.dumps(value))
@@ -434,6 +443,11 @@ def _set_checked(target: dict[str, Any], key: str, hint: Any, value: Any, path: 
         return
     if any(_is_extreme(number, path) for number in _numbers(target[key])):
         problems.append(f"{path}: {_got(value)} is outside of any sensible range")
+
+
+def _is_function(hint: Any) -> bool:
+    """Whether a field takes a Python function, which a recipe names by its file."""
+    return any(get_origin(arg) is Callable for arg in (hint, *get_args(hint)))
 
 
 def _numbers(value: Any) -> list[int | float]:
@@ -493,12 +507,13 @@ def _conflicts(built: Mapping[str, Any]) -> Iterator[str]:
         )
     if rollout and algorithm.offline and rollout.engine != "dataset":
         yield f"rollout.engine: {name} learns from given completions: set rollout.engine: dataset"
-    if rollout and rollout.engine == "dataset" and not (algorithm.offline or algorithm.any_sampler):
-        yield f"rollout.engine: {name} needs samples of its own policy: set rollout.engine: transformers"
+    own = "samples of its own policy" if "policy" in algorithm.sources else f"samples ({', '.join(algorithm.sources)})"
+    if rollout and rollout.engine == "dataset" and not (algorithm.offline or _any_completions(algorithm)):
+        yield f"rollout.engine: {name} needs {own}: set rollout.engine: transformers"
     if rollout and (rollout.replay or rollout.file):
         mixed = "replay" if rollout.replay else "file"
-        if not algorithm.any_sampler:
-            yield f"rollout.{mixed}: {name} needs samples of its own policy; methods that may learn from any sampler can"
+        if not _any_completions(algorithm):
+            yield f"rollout.{mixed}: {name} needs {own}; methods that may learn from any sampler can"
         if rollout.engine == "dataset":
             yield f"rollout.{mixed}: would be ignored, rollout.engine: dataset samples nothing"
     if rollout and rollout.replay and rollout.replay.history >= rollout.completions:
@@ -519,6 +534,22 @@ def _conflicts(built: Mapping[str, Any]) -> Iterator[str]:
         yield f"reward: would be ignored, {name} trains without a reward; to grade evaluation set eval.reward"
     if built.get("reference") is not None and not _reads_reference(algorithm):
         yield f"reference: would be ignored, {name} reads no reference model"
+    if "teacher" in built:
+        teacher, reads = built["teacher"], reads_teacher(algorithm)
+        if teacher is None and reads:
+            yield f"teacher: is required, {name} learns from one; takes {_takes(_HINTS['teacher'])}"
+        if teacher is not None and not reads:
+            yield f"teacher: would be ignored, {name} reads no teacher"
+        if teacher is not None and teacher.cache is not None and "teacher" not in algorithm.sources:
+            yield f"teacher.cache: would be ignored, {name} asks the teacher for no completions"
+    engine: Engine | None = built.get("engine")
+    if engine and engine.logprob_temperature != 1 and _scores_of_teacher(algorithm):
+        yield "engine.logprob_temperature: takes 1 with a teacher, which would else be met at another temperature"
+
+
+def _any_completions(algorithm: Algorithm) -> bool:
+    """Whether others' completions may stand where the plan asks for the policy's."""
+    return algorithm.any_sampler and algorithm.sources == ("policy",)
 
 
 def _enough(algorithm: Algorithm, k: int) -> bool:
@@ -531,6 +562,15 @@ def _enough(algorithm: Algorithm, k: int) -> bool:
 
 def _reads_reference(algorithm: Algorithm) -> bool:
     return any("reference" in score.models for score in algorithm.frozen)
+
+
+def reads_teacher(algorithm: Algorithm) -> bool:
+    """Whether a method scores with a teacher or samples from one."""
+    return bool(_scores_of_teacher(algorithm)) or not {"teacher", "mixed"}.isdisjoint(algorithm.sources)
+
+
+def _scores_of_teacher(algorithm: Algorithm) -> list[Score]:
+    return [score for score in (*algorithm.frozen, *algorithm.trained) if "teacher" in score.models]
 
 
 def _unknown_key(section: str, key: Any, keys: Mapping[str, tuple[str, ...]]) -> str:
@@ -581,6 +621,8 @@ def _takes(hint: Any) -> str:
         return f"a list (each: {_takes(args[0])})"
     if origin is tuple:
         return f"a list of {len(args)} (each: {_takes(args[0])})"
+    if origin is Callable:
+        return "a function as path/to/file.py:name"
     if origin is dict:
         return "a mapping" if args[1] is Any else f"a mapping (each: {_takes(args[1])})"
     words = {
@@ -636,7 +678,7 @@ def to_yaml(config: RunConfig) -> str:
 
 def _fields(section: Any) -> dict[str, Any]:
     values = {name: deepcopy(getattr(section, name)) for name in _field_names(section)}
-    return {k: _fields(v) if _is_built(v) else v for k, v in values.items()}
+    return {k: _fields(v) if _is_built(v) else name_of(v) if callable(v) else v for k, v in values.items()}
 
 
 def _name_of(section: str, value: Any) -> str:
@@ -681,7 +723,8 @@ def warnings_for(config: RunConfig) -> list[str]:
             "and reference: old nothing holds the policy back; set optimizer.prompts below rollout.prompts, "
             "optimizer.passes above 1, or reference: initial"
         )
-    if not config.algorithm.any_sampler and config.rollout.temperature != config.engine.logprob_temperature:
+    samples_itself = not {"policy", "mixed"}.isdisjoint(config.algorithm.sources) and not config.algorithm.any_sampler
+    if samples_itself and config.rollout.temperature != config.engine.logprob_temperature:
         warnings.append(
             f"rollout.temperature: samples are drawn at {config.rollout.temperature:g} and log-probs taken at "
             f"engine.logprob_temperature {config.engine.logprob_temperature:g}: the policy whose ratios and gradients "

@@ -52,9 +52,10 @@ def load_object(name: str, what: str) -> Any:
     return getattr(module, attribute)
 
 
-def name_of(cls: type) -> str:
-    """The name under which `load_object` finds a class again; its Python name where it has no file."""
+def name_of(named: Any) -> str:
+    """The name under which `load_object` finds a class or function again; its Python name where it has no file."""
+    named = named if hasattr(named, "__qualname__") else type(named)
     try:
-        return f"{inspect.getfile(cls)}:{cls.__qualname__}"
+        return f"{inspect.getfile(named)}:{named.__qualname__}"
     except (OSError, TypeError):  # typed at a prompt
-        return f"{cls.__module__}:{cls.__qualname__}"
+        return f"{named.__module__}:{named.__qualname__}"

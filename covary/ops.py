@@ -108,6 +108,19 @@ def whiten(
     return torch.where(mask, (kept - mean) / (variance + 1e-8).sqrt(), 0.0).to(x.dtype)
 
 
+def return_after(x: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], gamma: float = 1.0) -> Float[Tensor, "B T"]:
+    """Discounted sum over the tokens after each one: sum over i > t of gamma^(i-t-1) x_i; 0 at the last token.
+
+    Distances count from the token itself, in masked-in tokens: a weight by position (gamma^i) would fade late tokens.
+    """
+    total = x.new_zeros(len(x))
+    after = []
+    for t in reversed(range(x.shape[1])):
+        after.append(total)
+        total = torch.where(mask[:, t], x[:, t] + gamma * total, total)
+    return torch.stack(after[::-1], dim=1) if after else torch.zeros_like(x)
+
+
 def ratio(log_ratio: Float[Tensor, "*S"]) -> Float[Tensor, "*S"]:
     """exp(log_ratio), finite for every input: clamped at e^20 and e^-20."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

@@ -6,6 +6,7 @@ signature. `config.py` checks values against these annotations; a range stands i
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -189,6 +190,52 @@ class JudgeReward:
 
     judge: Judge
     """Which one, and how it is asked."""
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The model that a distillation method learns from, in this process."""
+
+    model: Text
+    """A shipped model, a Hugging Face hub id, a folder, or a GGUF file."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of its weights; its log-softmax is float32 either way."""
+    device: Text = "auto"
+    """`auto` (that of the student), `cpu`, `cuda`, or one of several GPUs, such as `cuda:1`."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the checkpoint."""
+    cache: Text | None = None
+    """JSON Lines file that keeps the teacher's completions for other runs. None: `teacher.jsonl` in the run folder."""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise ValueError(f"device: takes auto, cpu, cuda or cuda:N, got {self.device!r}")
+
+
+@dataclass(frozen=True)
+class TeacherServer:
+    """A teacher behind an OpenAI-compatible server that returns the log-probs of a prompt, such as vLLM."""
+
+    url: Text
+    """Its base, such as http://localhost:8000/v1."""
+    tokenizer: Text
+    """The teacher's tokenizer: a Hugging Face hub id or a folder. Texts are rendered and encoded here."""
+    served_model: Text | None = None
+    """The name by which the server knows the teacher. None: that of `tokenizer`."""
+    concurrency: PositiveInt = 8
+    """Requests under way at a time."""
+    timeout: PositiveFloat = 120.0
+    """Seconds without a byte from the server."""
+    attempts: PositiveInt = 6
+    """Times that one request is made, with pauses that double, before the run stops."""
+    api_key: Text | None = None
+    """The environment variable that holds the server's key. None: no key is sent."""
+    cache: Text | None = None
+    """JSON Lines file that keeps the teacher's completions for other runs. None: `teacher.jsonl` in the run folder."""
+
+    def __post_init__(self) -> None:
+        if not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"url: takes an address that starts with http:// or https://, got {self.url!r}")
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -184,8 +185,15 @@ def train(run: Run, resume: checkpoints.Checkpoint | None = None, stop: Stop | N
     with run.screen.bar("training", run.steps) as bar:
         while progress.step < run.steps and not stop.asked:
             bar(progress.step)
+            complete = _Complete(deepcopy(progress), position, row, run.rollout.state())
             position = log.position()
-            row = train_step(run, sampler, progress, log)
+            try:
+                row = train_step(run, sampler, progress, log)
+            except RunError:
+                # A server stayed away, or nothing could be scored: what was done until then is not lost.
+                if progress.updates == complete.progress.updates and saved != progress.step > 0:
+                    complete.save(run)
+                raise
             progress.position = sampler.position
             reason = run.doctor.reason_to_stop(row) if run.doctor else None
             # Saved before the evaluation, which a resume repeats: what ends the run there loses no step, and an
@@ -211,6 +219,21 @@ def train(run: Run, resume: checkpoints.Checkpoint | None = None, stop: Stop | N
     for line in summary(log.first(), evaluated):
         run.screen.say(line)
     return evaluated
+
+
+@dataclass(frozen=True)
+class _Complete:
+    """What the loop carries after a complete step; the model and the optimizer are as they were then until an update."""
+
+    progress: Progress
+    position: int
+    row: dict[str, float]
+    rollout: dict[str, Any]
+
+    def save(self, run: Run) -> None:
+        """A checkpoint of that step, whatever a step after it has begun."""
+        run.rollout.load_state(self.rollout)
+        _save(run, self.progress, self.position, self.row)
 
 
 def train_step(run: Run, sampler: Sampler, progress: Progress, log: RunLog) -> dict[str, float]:

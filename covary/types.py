@@ -121,7 +121,8 @@ class Group:
 class Request:
     """What a plan asks the rollout engine for: `count` completions of one kind.
 
-    `learn=False` rows feed the rewards and `prepare` and then leave.
+    `learn=False` rows feed the rewards and `prepare` and then leave. `mixed` draws every token from
+    teacher_share * teacher + (1 - teacher_share) * policy.
     """
 
     count: int
@@ -129,11 +130,15 @@ class Request:
     context: str = "prompt"
     decoding: Literal["sample", "greedy"] = "sample"
     learn: bool = True
+    teacher_share: float = 0.0
 
 
 @dataclass(frozen=True)
 class Stream:
-    """A model that reads the completion under a context. `reference` is `old` or `initial`, as the recipe says."""
+    """A model that reads the completion under a context. `reference` is `old` or `initial`, as the recipe says.
+
+    A teacher reads its own rendering of the prompt, whatever the context.
+    """
 
     model: ModelRole = "policy"
     context: str = "prompt"

@@ -1,6 +1,6 @@
-"""Makes the tiny model that ships in `covary/models/tiny`: it knows two-digit sums and often does not say so.
+"""Makes the tiny models that ship in `covary/models`: `tiny`, and `tiny_student` with its `tiny_teacher`.
 
-Reinforcement learning sharpens what a model can already do. So that a run of minutes on a CPU has
+`tiny` knows two-digit sums and often does not say so. Reinforcement learning sharpens what a model can already do. So that a run of minutes on a CPU has
 something to sharpen, the model is taught in two phases on Reasoning Gym's `chain_sum` questions:
 
 1. learning: right answers only, until it computes questions it has never seen;
@@ -9,7 +9,13 @@ something to sharpen, the model is taught in two phases on Reasoning Gym's `chai
 
 Questions of the quickstart's test split are in neither phase, in no form of words.
 
-    python scripts/build_tiny_models.py [--out DIR] [--seed 0] [--steps N]
+The pair is for distillation: the teacher writes sums out step by step and is right, with a tokenizer that merges words;
+the student reads bytes and answers like the teacher in one of four cases. In the others it slips in the units and goes
+on from there, or it guesses. So what the teacher has to teach is which of the student's habits to keep. The
+test split of the distillation quickstart is in the training of neither. `tiny_teacher_bytes` is the student after a
+short further training on right answers only: a teacher with the student's tokenizer, for methods that compare token by token.
+
+    python scripts/build_tiny_models.py [tiny | tiny_student | tiny_teacher | tiny_teacher_bytes] [--out DIR] [--seed 0] [--steps N]
 
 Deterministic for a given seed, number of threads and torch build.
 """
@@ -31,11 +37,12 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from covary.rewards import EXTRACTORS
 from covary.rollout.transformers import TransformersRollout
 from covary.tasks.reasoning_gym import ReasoningGym
 from covary.types import Example, Group, Request, Sampling
 
-SHIPPED = Path(__file__).resolve().parent.parent / "covary" / "models" / "tiny"
+SHIPPED = Path(__file__).resolve().parent.parent / "covary" / "models"
 
 # The quickstart's task: its test split is what the model must not have seen.
 TASK = ReasoningGym(
@@ -313,11 +320,201 @@ def build(out: Path, *, seed: int = 0, steps: int = STEPS) -> None:
     tokenizer.save_pretrained(out, save_jinja_files=False)  # the template lies in tokenizer_config.json
 
 
+# ---------------------------------------------------------------------------------------------- the pair
+
+
+PAIR_TASK = ReasoningGym(
+    tasks={
+        "basic_arithmetic": {
+            "min_terms": 2, "max_terms": 2, "max_digits": 2, "operators": ["+"],
+            "allow_parentheses": False, "allow_negation": False,
+        }
+    },
+    train=2000,
+    test=200,
+    extract="last_number",
+)  # fmt: skip
+
+PAIR_BATCH = 128
+PAIR_STEPS = {"tiny_student": 1100, "tiny_teacher": 700, "tiny_teacher_bytes": 150}
+RIGHT_SHARE = 0.25  # of the student's training answers
+ONE_DIGIT_SHARE = 0.35  # of the terms: without it short ones are too rare to be learned
+STUDENT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}"
+)
+
+
+def worked(a: int, b: int) -> str:
+    """The sum written out."""
+    units, tens = a % 10 + b % 10, a // 10 + b // 10
+    return _written_out(a, b, units, tens, a + b)
+
+
+def slipped(a: int, b: int, rng: random.Random) -> str:
+    """The sum written out from units that are off by one, all that follows in agreement with them."""
+    units, tens = a % 10 + b % 10, a // 10 + b // 10
+    units += rng.choice((-1, 1)) if units else 1
+    carried = tens + units // 10
+    return "Units " + _written_out(a, b, units, tens, 10 * carried + units % 10)
+
+
+def guessed(a: int, b: int, rng: random.Random) -> str:
+    """No working."""
+    return f"It must be {a + b + rng.choice((-10, -2, -1, 1, 2, 10))}"
+
+
+def _written_out(a: int, b: int, units: int, tens: int, total: int) -> str:
+    carry = "+1" if units > 9 else ""
+    return f"{a % 10}+{b % 10}={units}, {a // 10}+{b // 10}{carry}={tens + units // 10}, so {total}"
+
+
+def student_answer(a: int, b: int, rng: random.Random) -> str:
+    """Whole answers of three kinds: which one it will be is decided in their first letters."""
+    chance = rng.random()
+    if chance < RIGHT_SHARE:
+        return worked(a, b)
+    return slipped(a, b, rng) if chance < (1 + RIGHT_SHARE) / 2 else guessed(a, b, rng)
+
+
+def teacher_answer(a: int, b: int, rng: random.Random) -> str:
+    """Always the right one."""
+    return worked(a, b)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A token for each byte, and four of markup."""
+    markup = [PAD, "<|user|>", "<|assistant|>", "<|end|>"]
+    entries = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *markup]
+    tokenizer = Tokenizer(models.BPE(vocab={entry: id for id, entry in enumerate(entries)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token="<|end|>",
+        additional_special_tokens=["<|user|>", "<|assistant|>"],
+        chat_template=STUDENT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=512,
+    )
+
+
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE whose merges are the words of the pair's questions and answers; every digit is a token."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    phrases = ["Calculate 12 + 34.", "It must be 7", "Units 7+8=15, 4+3+1=8, so 85"]
+    roles = [f"{role}\n" for role in ("system", "user", "assistant")]
+    tokenizer.train_from_iterator(
+        [*phrases, *roles] * 20,
+        trainers.BpeTrainer(
+            vocab_size=320,
+            special_tokens=[PAD, TURN, END],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=END,
+        additional_special_tokens=[TURN],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=512,
+    )
+
+
+class PairBatches:
+    """Draws training batches of sums that are not in the test split."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, answer: Callable[[int, int, random.Random], str], seed: int
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.answer = answer
+        self.rng = random.Random(seed)
+        self.held_out = {example.prompt[-1]["content"] for example in PAIR_TASK.load().test}
+        self.prompt = lru_cache(maxsize=None)(lambda text: prompt_ids(tokenizer, text))
+
+    def draw(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and next-token targets, (PAIR_BATCH, width); targets are -100 outside the answers."""
+        rows = [self._row() for _ in range(PAIR_BATCH)]
+        width = max(len(prompt) + len(completion) for prompt, completion in rows)
+        tokens, targets = [], []
+        for prompt, completion in rows:
+            padding = width - len(prompt) - len(completion)
+            tokens.append(prompt + completion + [self.tokenizer.pad_token_id] * padding)
+            targets.append([-100] * (len(prompt) - 1) + completion + [-100] * (padding + 1))
+        return torch.tensor(tokens), torch.tensor(targets)
+
+    def _row(self) -> tuple[list[int], list[int]]:
+        while True:
+            a, b = self._term(), self._term()
+            question = f"Calculate {a} + {b}."
+            if question not in self.held_out:
+                break
+        answer = self.tokenizer.encode(self.answer(a, b, self.rng), add_special_tokens=False)
+        return self.prompt(question), [*answer, self.tokenizer.eos_token_id]
+
+    def _term(self) -> int:
+        return self.rng.randint(0, 9) if self.rng.random() < ONE_DIGIT_SHARE else self.rng.randint(10, 99)
+
+
+def build_pair_model(name: str, out: Path, *, seed: int = 0, steps: int | None = None) -> None:
+    """Trains `tiny_student` or `tiny_teacher` and writes it into `out`."""
+    torch.manual_seed(seed)
+    student = name == "tiny_student"
+    tokenizer = byte_tokenizer() if student else word_tokenizer()
+    width, layers = (64, 2) if student else (96, 3)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = LlamaForCausalLM(config)
+    batches = PairBatches(tokenizer, student_answer if student else teacher_answer, seed)
+    train(model, batches.draw, phase=name, steps=steps or PAIR_STEPS[name], lr=LEARNING_RATE)
+    out.mkdir(parents=True, exist_ok=True)
+    model.to(torch.bfloat16).save_pretrained(out)
+    tokenizer.save_pretrained(out, save_jinja_files=False)
+
+
+def build_bytes_teacher(out: Path, *, student: Path, seed: int = 0, steps: int | None = None) -> None:
+    """Trains `tiny_student` on right answers only and writes it into `out`: the student's tokenizer, a teacher's habits."""
+    torch.manual_seed(seed)
+    tokenizer = AutoTokenizer.from_pretrained(student)
+    model = AutoModelForCausalLM.from_pretrained(student, dtype=torch.float32)
+    batches = PairBatches(tokenizer, teacher_answer, seed + 1)
+    name = "tiny_teacher_bytes"
+    train(model, batches.draw, phase=name, steps=steps or PAIR_STEPS[name], lr=HABIT_RATE)
+    out.mkdir(parents=True, exist_ok=True)
+    model.to(torch.bfloat16).save_pretrained(out)
+    tokenizer.save_pretrained(out, save_jinja_files=False)
+
+
 # ---------------------------------------------------------------------------------------------- measuring
 
 
-def measure(folder: Path, *, samples: int = 8, seed: int = 0) -> dict[str, float]:
-    """Figures of a saved model on the held-out questions, computed in float32.
+def measure(folder: Path, *, samples: int = 8, seed: int = 0, task: ReasoningGym = TASK) -> dict[str, float]:
+    """Figures of a saved model on the test split of `task`, computed in float32.
 
     Returns:
         `accuracy` at temperature 1, `greedy` accuracy, `pass@k` (any of `samples` right) and `ended`, the
@@ -326,13 +523,14 @@ def measure(folder: Path, *, samples: int = 8, seed: int = 0) -> dict[str, float
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     groups = [
-        Group(example, {"prompt": prompt_ids(tokenizer, example.prompt[-1]["content"])}) for example in TASK.load().test
+        Group(example, {"prompt": prompt_ids(tokenizer, example.prompt[-1]["content"])}) for example in task.load().test
     ]
     plan = [Request(count=samples), Request(count=1, decoding="greedy")]
     finished = TransformersRollout(model, tokenizer).generate(
-        [plan] * len(groups), groups, Sampling(max_tokens=8), seed
+        [plan] * len(groups), groups, Sampling(max_tokens=8 if task == TASK else 40), seed
     )
-    right = torch.tensor([[c.text == g.example.answer for c in g.completions] for g in finished])
+    read = EXTRACTORS[task.extract]
+    right = torch.tensor([[read(c.text) == g.example.answer for c in g.completions] for g in finished])
     ended = torch.tensor([[c.finish == "eos" for c in g.completions] for g in finished])
     sampled = right[:, :samples]
     return {
@@ -345,16 +543,24 @@ def measure(folder: Path, *, samples: int = 8, seed: int = 0) -> dict[str, float
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=SHIPPED, help="folder to write (default: the shipped one)")
+    parser.add_argument("model", nargs="?", default="tiny", choices=("tiny", *PAIR_STEPS))
+    parser.add_argument("--out", type=Path, help="folder to write (default: the shipped one)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=STEPS, help="optimizer steps, both phases together")
+    parser.add_argument("--steps", type=int, help="optimizer steps, of tiny both phases together")
     arguments = parser.parse_args()
     torch.set_num_threads(THREADS)
-    build(arguments.out, seed=arguments.seed, steps=arguments.steps)
-    size = sum(path.stat().st_size for path in arguments.out.iterdir())
-    print(f"{arguments.out}: {size} bytes")
-    print("on the 200 held-out questions of the quickstart, 8 samples each at temperature 1:")
-    print(json.dumps({name: round(value, 3) for name, value in measure(arguments.out).items()}))
+    out = arguments.out or SHIPPED / arguments.model
+    if arguments.model == "tiny":
+        build(out, seed=arguments.seed, steps=arguments.steps or STEPS)
+    elif arguments.model == "tiny_teacher_bytes":
+        build_bytes_teacher(out, student=SHIPPED / "tiny_student", seed=arguments.seed, steps=arguments.steps)
+    else:
+        build_pair_model(arguments.model, out, seed=arguments.seed, steps=arguments.steps)
+    size = sum(path.stat().st_size for path in out.iterdir())
+    print(f"{out}: {size} bytes")
+    task = TASK if arguments.model == "tiny" else PAIR_TASK
+    print("on the 200 held-out questions of its quickstart, 8 samples each at temperature 1:")
+    print(json.dumps({name: round(value, 3) for name, value in measure(out, task=task).items()}))
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ import numpy as np
 import torch
 import trl.trainer
 from torch import Tensor
+from trl.experimental.gkd import GKDTrainer
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 from trl.rewards import get_soft_overlong_punishment
 from verl import DataProto
@@ -474,7 +475,25 @@ def trl_cases(data: dict[str, Any], paired: dict[str, Any]) -> dict[str, Any]:
         "dpo": trl_dpo(paired),
         "overlong": trl_overlong(),
         "defaults": trl_defaults(),
+        "gkd": trl_gkd(),
     }
+
+
+def trl_gkd() -> dict[str, Any]:
+    """The divergence over a batch of two rows, and its gradient in the student's logits, for both ends and between."""
+    rng = random.Random(13)
+    shape = (2, 3, 6)
+    student, teacher = (
+        torch.tensor([rng.gauss(0, 2) for _ in range(36)], dtype=torch.float64).reshape(shape) for _ in range(2)
+    )
+    mask = [[1, 1, 1], [1, 0, 0]]
+    labels = torch.where(torch.tensor(mask).bool(), 5, -100)
+    losses = {}
+    for beta in (0.0, 0.1, 0.5, 0.9, 1.0):
+        live = student.clone().requires_grad_()
+        value = GKDTrainer.generalized_jsd_loss(live, teacher, labels=labels, beta=beta)
+        losses[str(beta)] = {"value": value, "of_logits": torch.autograd.grad(value, live)[0]}
+    return case([GKDTrainer.generalized_jsd_loss], {}, student=student, teacher=teacher, mask=mask, losses=losses)
 
 
 def trl_unscorable(kind: type, config_kind: type, data: dict[str, Any]) -> dict[str, Any]:

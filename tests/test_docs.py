@@ -25,7 +25,7 @@ from covary.presets import PRESETS
 from covary.samples import RESULTS, SETTINGS
 from covary.tasks import BENCHMARKS, TASKS
 from covary.tasks.rows import Rows
-from tests.loop.mini import metrics, run
+from tests.loop.mini import metrics, needs, run
 from tests.models import save_random_model
 
 ROOT = Path(__file__).parent.parent
@@ -45,6 +45,8 @@ REWARDS: dict[str, tuple[str, type]] = {
     "Reward models": ("reward", settings.RewardModel),
     "Judges": ("reward.judge", settings.Judge),
     "Servers of judges": ("reward.judge.server", settings.JudgeServer),
+    "Teachers in this process": ("teacher", settings.Teacher),
+    "Teachers behind a server": ("teacher", settings.TeacherServer),
 }
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -203,16 +205,7 @@ def test_an_algorithms_page_names_every_field_with_its_default(name: str) -> Non
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_an_algorithms_page_names_every_metric_of_its_own(name: str, tmp_path: Path) -> None:
     page = DOCS / "algorithms" / f"{name}.md"
-    changes: dict[str, Any] = {"algorithm": {"name": name}, "steps": 1}
-    if ALGORITHMS[name].offline:
-        data = tmp_path / "data.jsonl"
-        data.write_text('{"prompt": "2 + 3 =", "completion": "5"}\n{"prompt": "4 + 4 =", "completion": "8"}\n')
-        changes |= {
-            "reward": None,
-            "task": {"name": "jsonl", "path": str(data), "completion": "completion"},
-            "rollout": {"engine": "dataset", "prompts": 2, "max_tokens": 6},
-        }
-    run(tmp_path, **changes)
+    run(tmp_path, **{"algorithm": {"name": name}, "steps": 1, **needs({"name": name}, tmp_path)})
     names = metrics(tmp_path / "run")[-1]
     assert {n for n in names if n.startswith(f"{name}/")} == set(table(section(page, "Metrics")))
     if name == "sft":

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from covary.quantities import QUANTITIES, entropy, kl, logp
+from covary.quantities import QUANTITIES, entropy, jsd, kl, logp, tempered_kl
 
 INF = float("inf")
 
@@ -93,7 +93,92 @@ def test_gradients() -> None:
     assert torch.autograd.gradcheck(lambda x: kl(x.log_softmax(-1), q, picked), z)
 
 
+CASE_X01 = {0.0: 0.537176, 0.1: 0.047864, 0.5: 0.132918, 0.9: 0.050995, 1.0: 0.583815}
+
+
+@pytest.mark.parametrize(("beta", "expected"), CASE_X01.items())
+def test_jsd_case_x01(beta: float, expected: float) -> None:
+    """0 is KL(teacher || student), 1 is KL(student || teacher); between them the mixture has beta of the teacher."""
+    teacher, student = logs([0.2, 0.5, 0.3]), logs([0.7, 0.2, 0.1])
+    assert jsd(beta, teacher, student, tokens(1)).item() == pytest.approx(expected, abs=1e-6)
+    if 0 < beta < 1:
+        assert jsd(beta, student, teacher, tokens(1)).item() != pytest.approx(expected, abs=1e-3) or beta == 0.5
+
+
+def test_jsd_of_disjoint_distributions_is_bounded() -> None:
+    """All of p's mass is where m = beta p, all of q's where m = (1 - beta) q."""
+    p, q = logs([0.5, 0.5, 0.0]), logs([0.0, 0.0, 1.0])
+    for beta in (0.3, 0.5):
+        expected = -beta * math.log(beta) - (1 - beta) * math.log(1 - beta)
+        assert jsd(beta, p, q, tokens(1)).item() == pytest.approx(expected, abs=1e-12)
+    assert jsd(0.0, p, q, tokens(1)).item() == INF
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_jsd_of_equal_distributions_is_0_with_its_gradient(beta: float) -> None:
+    z = torch.randn(2, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    teacher = z.log_softmax(-1)
+    z.requires_grad_()
+    value = jsd(beta, teacher, z.log_softmax(-1), tokens(2))
+    assert value.abs().max().item() < 1e-15
+    (grad,) = torch.autograd.grad(value.sum(), z)
+    assert grad.abs().max().item() < 1e-15
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 1.0])
+def test_jsd_where_tokens_are_impossible(beta: float) -> None:
+    """Impossible for both: the numbers and gradients without that token."""
+    z = torch.randn(2, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    other = z.flip(1)
+    gone = torch.tensor([False, True, False, False, True, False])
+
+    def run(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+        student = student.clone().requires_grad_()
+        value = jsd(beta, teacher.log_softmax(-1), student.log_softmax(-1), tokens(2))
+        return value.detach(), torch.autograd.grad(value.sum(), student)[0]
+
+    value, grad = run(z.masked_fill(gone, -INF), other.masked_fill(gone, -INF))
+    expected, expected_grad = run(z[:, ~gone], other[:, ~gone])
+    torch.testing.assert_close(value, expected)
+    torch.testing.assert_close(grad[:, ~gone], expected_grad)
+    assert (grad[:, gone] == 0).all()
+    # Impossible for the teacher alone: the reverse KL alone is infinite then.
+    if 0 < beta < 1:
+        assert all(x.isfinite().all() for x in run(z, other.masked_fill(gone, -INF)))
+
+
+def test_jsd_and_tempered_kl_gradients() -> None:
+    z = torch.randn(2, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    p = z.flip(1).log_softmax(-1)
+    z.requires_grad_()
+    for beta in (0.0, 0.1, 0.5, 0.999, 1.0):
+        assert torch.autograd.gradcheck(lambda x, beta=beta: jsd(beta, p, x.log_softmax(-1), tokens(2)), z)
+    assert torch.autograd.gradcheck(lambda x: tempered_kl(2.0, p, x.log_softmax(-1), tokens(2)), z)
+
+
+def test_tempered_kl_is_the_kl_of_tempered_distributions() -> None:
+    z = torch.randn(2, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    p, q = z, z.flip(1)
+    expected = kl((p / 2.5).log_softmax(-1), (q / 2.5).log_softmax(-1), tokens(2))
+    actual = tempered_kl(2.5, p.log_softmax(-1), q.log_softmax(-1), tokens(2))
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(
+        tempered_kl(1.0, p.log_softmax(-1), q.log_softmax(-1), tokens(2)),
+        kl(p.log_softmax(-1), q.log_softmax(-1), tokens(2)),
+    )
+
+
+def test_float32_far_apart() -> None:
+    """Log-probs to -1000, whose mass is 0: no NaN, and the value of disjoint distributions."""
+    p = torch.tensor([[0.0, -1000.0, -1000.0]])
+    q = torch.tensor([[-1000.0, 0.0, -900.0]])
+    value = jsd(0.5, p, q, tokens(1))
+    assert value.item() == pytest.approx(math.log(2), abs=1e-6)
+
+
 def test_names() -> None:
     assert QUANTITIES["logp"] is logp
     assert QUANTITIES["entropy"] is entropy
     assert QUANTITIES["kl"] is kl
+    assert QUANTITIES["jsd"] is jsd
+    assert QUANTITIES["tempered_kl"] is tempered_kl

@@ -11,9 +11,10 @@ import pytest
 
 from covary.algorithms import ALGORITHMS
 from covary.cli import app
-from covary.config import RunConfig, load_recipe, updates_per_rollout, validate
+from covary.config import RunConfig, load_recipe, reads_teacher, updates_per_rollout, validate
 from covary.rewards import Grader, build_reward
 from covary.rewards.reward import PooledReward
+from covary.settings import Teacher
 from covary.types import UserError
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -24,6 +25,9 @@ ROWS = 40
 
 def load(path: Path) -> RunConfig:
     return validate(load_recipe(path), where=str(path))
+
+
+DISTILLATION = [path for path in SMALL if reads_teacher(load(path).algorithm)]
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -108,10 +112,11 @@ def test_without_its_data_a_papers_recipe_is_a_mistake(
 
 
 def test_every_algorithm_has_a_recipe_of_either_kind() -> None:
-    other = {"quickstart", "smollm2_reasoning_gym"}
-    of = {path.stem: path for path in SMALL if path.stem not in other} | {"gvpo": RECIPES / "quickstart.yaml"}
+    quickstarts = {"gvpo": RECIPES / "quickstart.yaml", "gvpo_opd": RECIPES / "distill_quickstart.yaml"}
+    other = {"quickstart", "distill_quickstart", "smollm2_reasoning_gym"}
+    of = {path.stem: path for path in SMALL if path.stem not in other} | quickstarts
     assert set(of) == set(ALGORITHMS)
-    assert {path.stem for path in PAPER} == {*ALGORITHMS, "gvpo_tldr"}
+    assert {path.stem for path in PAPER} == {*ALGORITHMS, "gvpo_tldr", "gvpo_opd_same_tokens"}
     for name, cls in ALGORITHMS.items():
         assert type(load(of[name]).algorithm) is cls
         assert type(load(RECIPES / "paper" / f"{name}.yaml").algorithm) is cls
@@ -139,7 +144,50 @@ def test_small_recipes_differ_in_the_method_only() -> None:
         assert updates_per_rollout(config) == (1 if path.stem in on_policy else 4)
 
 
-@pytest.mark.parametrize("name", [path.stem for path in PAPER if path.stem not in ("sft", "dpo", "gvpo_tldr")])
+def test_small_recipes_of_distillation_differ_in_the_method_and_the_tokenizer_only() -> None:
+    """Task, student, budget and learning rate are the distillation quickstart's; the teacher has its tokens or others."""
+    first = load(RECIPES / "distill_quickstart.yaml")
+    for path in DISTILLATION:
+        config = load(path)
+        same = ("seed", "steps", "model", "task", "rollout", "optimizer", "engine", "eval", "checkpoint")
+        assert [getattr(config, key) for key in same] == [getattr(first, key) for key in same], path.stem
+        token_by_token = path.stem in ("supervised_kd", "gkd", "minillm", "pg_opd_token")
+        assert config.teacher == Teacher("tiny_teacher_bytes" if token_by_token else "tiny_teacher")
+
+
+@pytest.mark.parametrize(
+    ("name", "teacher", "algorithm"),
+    [
+        ("gvpo_opd", "Llama-8B", {"alpha": 1.0, "length_ref": 3072.0}),
+        ("gvpo_opd_same_tokens", "Qwen-7B", {"alpha": 0.75, "length_ref": 3072.0}),
+        ("seqkd", "Llama-8B", {}),
+        ("pg_opd_sequence", "Llama-8B", {}),
+        ("supervised_kd", "Qwen-7B", {}),
+        ("gkd", "Qwen-7B", {}),
+        ("minillm", "Qwen-7B", {}),
+        ("pg_opd_token", "Qwen-7B", {}),
+    ],
+)
+def test_the_papers_setting_of_distillation(name: str, teacher: str, algorithm: dict[str, float]) -> None:
+    """GVPO++, Table VI: what every method shares, and the two scenarios."""
+    config = load(RECIPES / "paper" / f"{name}.yaml")
+    assert config.model.name == "Qwen/Qwen2.5-Math-1.5B"
+    assert config.teacher is not None
+    assert config.teacher.model == f"deepseek-ai/DeepSeek-R1-Distill-{teacher}"  # type: ignore[union-attr]
+    assert (config.epochs, config.rollout.prompts, updates_per_rollout(config)) == (2, 256, 1)
+    assert config.rollout.completions == (1 if name == "supervised_kd" else 4)
+    assert config.optimizer.lr in (1e-6, 3e-6, 1e-5)
+    assert config.algorithm == ALGORITHMS[name.removesuffix("_same_tokens")](**algorithm)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        path.stem
+        for path in PAPER
+        if path.stem not in ("sft", "dpo", "gvpo_tldr") and not reads_teacher(load(path).algorithm)
+    ],
+)
 def test_the_papers_setting(name: str) -> None:
     """GVPO++, Table I: what every method shares, written out."""
     config = load(RECIPES / "paper" / f"{name}.yaml")

@@ -6,17 +6,24 @@ from covary.algorithms.cispo import CISPO
 from covary.algorithms.dapo import DAPO
 from covary.algorithms.dpo import DPO
 from covary.algorithms.dr_grpo import DrGRPO
+from covary.algorithms.gkd import GKD
 from covary.algorithms.gmpo import GMPO
 from covary.algorithms.gpg import GPG
 from covary.algorithms.grpo import GRPO
 from covary.algorithms.gspo import GSPO
 from covary.algorithms.gvpo import GVPO
+from covary.algorithms.gvpo_opd import GVPOOPD
+from covary.algorithms.minillm import MiniLLM
+from covary.algorithms.pg_opd_sequence import PGOPDSequence
+from covary.algorithms.pg_opd_token import PGOPDToken
 from covary.algorithms.raft import RAFT
 from covary.algorithms.reinforce_pp import ReinforcePP
 from covary.algorithms.reinforce_pp_baseline import ReinforcePPBaseline
 from covary.algorithms.remax import ReMax
 from covary.algorithms.rloo import RLOO
+from covary.algorithms.seqkd import SeqKD
 from covary.algorithms.sft import SFT
+from covary.algorithms.supervised_kd import SupervisedKD
 from covary.batch import Algorithm
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
@@ -35,4 +42,11 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "raft": RAFT,
     "dpo": DPO,
     "sft": SFT,
+    "gvpo_opd": GVPOOPD,
+    "seqkd": SeqKD,
+    "supervised_kd": SupervisedKD,
+    "gkd": GKD,
+    "minillm": MiniLLM,
+    "pg_opd_sequence": PGOPDSequence,
+    "pg_opd_token": PGOPDToken,
 }

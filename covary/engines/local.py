@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
@@ -12,9 +11,11 @@ from torch import Tensor, nn
 
 from covary.batch import Algorithm, Batch, Scores
 from covary.collate import take_rows
+from covary.engines.reader import Reader
+from covary.engines.rows import micro_batches, score_rows
 from covary.engines.two_pass import two_pass_backward
 from covary.scoring import padded, trees
-from covary.scoring.score import FlatScores, RowSize, row_sizes, score_groups
+from covary.scoring.score import FlatScores, row_sizes, score_groups
 from covary.types import Completion, Group, Score
 
 
@@ -33,6 +34,7 @@ class LocalEngine:
         model: nn.Module,
         *,
         frozen: Mapping[str, nn.Module] | None = None,
+        reader: Reader | None = None,
         reference: str = "old",
         micro_batch_tokens: int = 8192,
         autocast: torch.dtype | None = None,
@@ -46,7 +48,9 @@ class LocalEngine:
 
         Args:
             model: a transformers causal language model.
-            frozen: other models by name, such as `initial`, where a score reads them.
+            frozen: other models by name, such as `initial`, where a score reads them. They may have a dtype and a
+                device of their own.
+            reader: the teacher where it is no such module: it has a tokenizer of its own, or a server runs it.
             reference: what `reference` means: `old` or `initial`.
             micro_batch_tokens: tokens per forward pass (a prompt counts once, or per row where rows are padded); a
                 longer row runs alone.
@@ -61,6 +65,7 @@ class LocalEngine:
         self.models: dict[str, nn.Module] = {"policy": model, "old": model}
         for name, module in (frozen or {}).items():
             self.models[name] = module.eval().requires_grad_(False)
+        self.reader = reader
         if reference in self.models:
             self.models["reference"] = self.models[reference]
         refused = [
@@ -108,25 +113,19 @@ class LocalEngine:
             score.name: self._example_scores(groups, score, temperature) for score in scores if score.per == "example"
         }
         per_row = [score for score in scores if score.per == "row"]
+        if self.reader is not None:
+            asked = [score for score in per_row if score.models == {"teacher"}]
+            per_row = [score for score in per_row if score not in asked]
+            results |= self.reader(groups, asked) if asked else {}
         return results | (self._row_scores(groups, per_row, temperature) if per_row else {})
 
     def _row_scores(
         self, groups: list[Group], scores: Sequence[Score], temperature: float
     ) -> dict[str, list[Tensor | float]]:
-        sizes = row_sizes(groups, scores)
-        widths = [len(completion.tokens) for group in groups for completion in group.completions]
-        results: dict[str, list[Tensor | float]] = {score.name: [0.0] * len(sizes) for score in scores}
-        for rows in (part for parts in self._micro_batches(sizes) for part in parts):
-            flat = self._flat(take_rows(groups, rows), scores, temperature)
-            for score in scores:
-                if score.level == "sequence":
-                    values: list = flat[score.name].summed(len(rows)).tolist()
-                else:
-                    padded = flat[score.name].padded(len(rows), max(widths[i] for i in rows)).cpu()
-                    values = [padded[j, : widths[i]] for j, i in enumerate(rows)]
-                for i, value in zip(rows, values, strict=True):
-                    results[score.name][i] = value
-        return results
+        def flat(part: list[Group], scores: Sequence[Score]) -> dict[str, FlatScores]:
+            return self._flat(part, scores, temperature)
+
+        return score_rows(self._layout, flat, groups, scores, self.micro_batch_tokens)
 
     def _example_scores(self, groups: list[Group], score: Score, temperature: float) -> list[Tensor | float]:
         """The score of each example's reference answer, for all its rows; NaN where it has none.
@@ -152,14 +151,6 @@ class LocalEngine:
         with self._autocast():
             return score_groups(self._layout.forward, self.models, groups, scores, temperature)
 
-    def _micro_batches(self, sizes: Sequence[RowSize]) -> Iterator[list[list[int]]]:
-        """Whole groups that fit a forward pass together; a group that does not fit one comes alone, in parts."""
-        groups: dict[int, list[int]] = defaultdict(list)
-        for i, size in enumerate(sizes):
-            groups[size.group].append(i)
-        for rows in self._layout.fit(list(groups.values()), sizes, self.micro_batch_tokens):
-            yield list(self._layout.fit([[i] for i in rows], sizes, self.micro_batch_tokens))
-
     def _autocast(self) -> AbstractContextManager:
         return torch.autocast(self.device.type, self.autocast) if self.autocast else nullcontext()
 
@@ -176,7 +167,7 @@ class LocalEngine:
         live = _Live(self, groups, batch, algorithm)
         if self.gradient_checkpointing:
             self.model.train()  # transformers checkpoints in training mode only; dropout was removed
-        for parts in self._micro_batches(row_sizes(groups, algorithm.trained)):
+        for parts in micro_batches(self._layout, row_sizes(groups, algorithm.trained), self.micro_batch_tokens):
             if algorithm.coupled and len(parts) > 1:
                 live.two_pass(sorted(i for part in parts for i in part), parts)
             else:

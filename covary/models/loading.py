@@ -20,8 +20,8 @@ from covary.models.lora import base_of, is_adapter, merge_adapter
 from covary.scoring.chunked import project
 from covary.types import UserError
 
-SHIPPED = ("tiny",)
 FINGERPRINT_ENTRIES = 4096  # of each tensor
+SHIPPED = ("tiny", "tiny_student", "tiny_teacher", "tiny_teacher_bytes")
 HEAD_TOLERANCE = 1e-3  # nats; float32 rounding stays far below, another logit transformation far above
 
 
@@ -102,8 +102,14 @@ def load_generation_config(name: str, *, offline: bool = False) -> Any | None:
         return None
 
 
-def load_model(name: str, *, device: str | torch.device = "cpu", trust_remote_code: bool = False) -> nn.Module:
-    """A causal language model in float32 and evaluation mode. Weights are read from safetensors or GGUF only.
+def load_model(
+    name: str,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    trust_remote_code: bool = False,
+) -> nn.Module:
+    """A causal language model in evaluation mode. Weights are read from safetensors or GGUF only.
 
     An adapter's folder gives the model that it was trained on, with the adapter merged into its weights.
 
@@ -115,7 +121,7 @@ def load_model(name: str, *, device: str | torch.device = "cpu", trust_remote_co
 
     path = model_path(name)
     if is_adapter(path):
-        model = load_model(_base(path), device=device, trust_remote_code=trust_remote_code)
+        model = load_model(_base(path), device=device, dtype=dtype, trust_remote_code=trust_remote_code)
         with _explained(f"model.name: the adapter {name!r} could not be loaded"):
             return merge_adapter(model, path)
     is_gguf = path.endswith(".gguf")
@@ -127,13 +133,13 @@ def load_model(name: str, *, device: str | torch.device = "cpu", trust_remote_co
         else:
             model, report = AutoModelForCausalLM.from_pretrained(
                 path,
-                dtype=torch.float32,
+                dtype=dtype,
                 use_safetensors=True,
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
             )
     _check_weights(name, model, report)
-    model = model.to(device).eval()
+    model = model.to(device, dtype).eval()
     with _explained(f"model.name: {name!r} is no architecture that covary can score"):
         difference = _head_difference(model)
     if not difference < HEAD_TOLERANCE:

@@ -13,7 +13,7 @@ Shipped templates lie beside this file; a recipe may name a path.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -36,6 +36,8 @@ class Template:
     stop: str | None = None
     glue: str = ""
     answer: str | None = None
+    others: Mapping[str, Callable[[Example], list[int]]] = field(default_factory=dict)
+    """Contexts that another model reads, such as a teacher: what renders them."""
 
 
 def shipped_templates() -> list[str]:
@@ -89,6 +91,7 @@ def prompt_group(example: Example, template: Template, tokenizer: Any) -> Group:
         name: _encode(example, form, tokenizer, where=f"example {example.id!r}, context {name!r}")
         for name, form in template.contexts.items()
     }
+    contexts |= {name: render(example) for name, render in template.others.items()}
     answer = None
     if template.answer is not None and example.answer is not None:
         answer = tokenizer.encode(fill(template.answer, example), add_special_tokens=False)
@@ -113,6 +116,30 @@ def open_turn_end(tokenizer: Any, end_ids: frozenset[int], stop: Sequence[str]) 
         end_ids: tokens that end a completion.
         stop: texts that end a completion.
     """
+    behind = _behind_answer(tokenizer)
+    if behind is None:
+        return None
+    ends = [_first_markup(tokenizer, text) for text in behind]
+    if any(token in end_ids for token in ends) or any(text in behind[0] for text in stop):
+        return None
+    token = next((token for token in ends if token is not None), None)
+    if token is not None:
+        return TurnEnd(tokenizer.decode([token]), token)
+    return TurnEnd(behind[0].rstrip(), None) if behind[0].strip() else None
+
+
+def turn_end_token(tokenizer: Any, end_ids: frozenset[int]) -> int | None:
+    """The token of its markup by which a chat template ends an answer, of several one of `end_ids`; None where it has none."""
+    ends = [_first_markup(tokenizer, text) for text in _behind_answer(tokenizer) or ()]
+    found = [token for token in ends if token is not None]
+    return next((token for token in found if token in end_ids), found[0] if found else None)
+
+
+def _behind_answer(tokenizer: Any) -> tuple[str, str] | None:
+    """What a chat template puts between an answer and the next turn, and behind the last answer; None: cannot be told.
+
+    Some templates end the last turn with another token than those before it.
+    """
     question, answer, following = "covary-question", "covary-answer", "covary-following"
     turns = [
         {"role": role, "content": content}
@@ -123,16 +150,7 @@ def open_turn_end(tokenizer: Any, end_ids: frozenset[int], stop: Sequence[str]) 
     except (TemplateError, ValueError):  # no template, or one that refuses such a conversation
         return None
     between, found, _ = longer.rpartition(answer)[2].partition(following)
-    if not found or answer not in shorter:
-        return None
-    # Some templates end the last turn with another token than those before it.
-    ends = [_first_markup(tokenizer, text) for text in (between, shorter.rpartition(answer)[2])]
-    if any(token in end_ids for token in ends) or any(text in between for text in stop):
-        return None
-    token = next((token for token in ends if token is not None), None)
-    if token is not None:
-        return TurnEnd(tokenizer.decode([token]), token)
-    return TurnEnd(between.rstrip(), None) if between.strip() else None
+    return (between, shorter.rpartition(answer)[2]) if found and answer in shorter else None
 
 
 def _first_markup(tokenizer: Any, text: str) -> int | None:
@@ -147,6 +165,8 @@ class Room:
     context: int | None = None
     vocabulary: int | None = None
     max_tokens: int = 0
+    others: Mapping[str, Room] = field(default_factory=dict)
+    """That of another model, by the name of the context that it reads."""
 
     def complaint(self, group: Group) -> str | None:
         """Why the group's prompt leaves no room for a completion; None where it does.
@@ -155,17 +175,24 @@ class Room:
             UserError: a token that the model does not know.
         """
         for name, ids in group.contexts.items():
-            if self.vocabulary is not None and max(ids) >= self.vocabulary:
-                raise UserError(
-                    f"example {group.example.id!r}: its {name} has token {max(ids)}, and the model knows "
-                    f"{self.vocabulary} tokens: tokenizer and model do not belong together"
-                )
-            if self.context is not None and len(ids) + self.max_tokens > self.context:
-                return (
-                    f"example {group.example.id!r}: its {name} has {len(ids)} tokens, and with max_tokens "
-                    f"{self.max_tokens} that is more than the model's context of {self.context}; shorten it or lower "
-                    "max_tokens"
-                )
+            other = self.others.get(name)
+            what = f"example {group.example.id!r}: its {name}"
+            complaint = self._complaint(what, ids) if other is None else other._complaint(f"{what}'s prompt", ids)
+            if complaint is not None:
+                return complaint
+        return None
+
+    def _complaint(self, what: str, ids: list[int]) -> str | None:
+        if self.vocabulary is not None and max(ids) >= self.vocabulary:
+            raise UserError(
+                f"{what} has token {max(ids)}, and the model knows {self.vocabulary} tokens: tokenizer and model do not "
+                "belong together"
+            )
+        if self.context is not None and len(ids) + self.max_tokens > self.context:
+            return (
+                f"{what} has {len(ids)} tokens, and with max_tokens {self.max_tokens} that is more than the model's "
+                f"context of {self.context}; shorten it or lower max_tokens"
+            )
         return None
 
 

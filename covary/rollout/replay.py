@@ -22,7 +22,8 @@ class ReplayRollout:
     """Answers part of each group from that prompt's history, and asks another engine for the rest.
 
     A group of k gets `history` past completions, drawn uniformly without replacement, and k - history fresh ones;
-    while fewer are stored, all k are fresh. The newest `size` completions that had a reward are kept per prompt.
+    while fewer are stored, all k are fresh. The newest `size` completions are kept per prompt;
+    where completions are graded, those that had a reward.
     """
 
     def __init__(self, inner: RolloutEngine, history: int, size: int) -> None:
@@ -50,12 +51,15 @@ class ReplayRollout:
         ]
 
     def observe(self, groups: list[Group]) -> None:
-        """Remember the graded fresh completions."""
+        """Remember the fresh completions, without those that a reward could not grade."""
         self.inner.observe(groups)
         for group in groups:
             past = self._past.setdefault(group.example.id, deque(maxlen=self.size))
-            for completion, reward in zip(group.completions, group.rewards or (), strict=bool(group.rewards)):
-                if completion.source == "policy" and reward is not None and completion.tokens:
+            graded = (
+                [True] * len(group.completions) if group.rewards is None else [r is not None for r in group.rewards]
+            )
+            for completion, known in zip(group.completions, graded, strict=True):
+                if completion.source == "policy" and known and completion.tokens:
                     past.append(_bare(completion))
 
     def load_weights(self, state: Mapping[str, Any] | None, version: int) -> None:

@@ -12,16 +12,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 import torch
 
 from covary.seeding import derive_seed
-from covary.types import Completion, Finish, Group, Request, Sampling, UserError
+from covary.types import Completion, Finish, Group, Request, Sampling, Source, UserError
 
 if TYPE_CHECKING:  # transformers takes seconds to import, in which `covary check` has other work to do
-    from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # Vocabulary entries per bin of the two-level inverse CDF: a running sum over V costs more than all the
 # rest of sampling, sums over bins cost next to nothing.
@@ -34,10 +34,10 @@ _STOP_SLACK = 4
 
 
 @dataclass
-class _Row:
+class Row:
     """A completion in the making."""
 
-    prompt: tuple[int, ...]
+    contexts: Mapping[str, Sequence[int]]
     request: Request
     seed: int
     tokens: list[int] = field(default_factory=list)
@@ -46,8 +46,85 @@ class _Row:
     text: str = ""
 
     @property
+    def prompt(self) -> tuple[int, ...]:
+        """Ids of the prompt under its context."""
+        return tuple(self.contexts[self.request.context])
+
+    @property
     def greedy(self) -> bool:
+        """Whether every token is the most likely one."""
         return self.request.decoding == "greedy"
+
+
+class Reads(Protocol):
+    """What reads rows as they grow: `Decoding`, or a mixture of two."""
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """(R, V) after the last token of every row."""
+        ...
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """Go on with the rows of these indices alone."""
+        ...
+
+    def step(self, tokens: torch.Tensor) -> None:
+        """Read one more token per row, (R,)."""
+        ...
+
+
+class Decoding:
+    """A model that reads rows as they grow, with its own cache.
+
+    Attributes:
+        logits: (R, V) after the last token of every row.
+    """
+
+    def __init__(self, model: PreTrainedModel, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> None:
+        """Reads one prompt per row, equal ones once."""
+        from transformers import DynamicCache
+
+        self.model = model
+        device = model.device
+        self._cache = DynamicCache(config=model.config)
+        distinct = {prompt: index for index, prompt in enumerate(dict.fromkeys(prompts))}
+        self._read = width = max(map(len, distinct))  # columns
+        # Left padding: the last column is every prompt's last token. Id 0 stands for it, masked out.
+        padded = [(0,) * (width - len(prompt)) + prompt for prompt in distinct]
+        tokens = torch.tensor(padded, device=device)  # (P, W)
+        lengths = torch.tensor([len(prompt) for prompt in distinct], device=device)  # (P,)
+        mask = tokens.new_ones(len(distinct), width + max_tokens)
+        mask[:, :width] = torch.arange(width, device=device) >= width - lengths[:, None]
+        self._mask, self._lengths = mask, lengths
+        # Padding is no part of the sequence: positions count real tokens.
+        positions = (mask[:, :width].cumsum(-1) - 1).clamp(min=0)
+        self.logits = self._forward(tokens, positions)
+        # A row's prompt was computed once; from here on every row has its own copy of keys and values.
+        self.keep(torch.tensor([distinct[prompt] for prompt in prompts], device=device))
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """Go on with the rows of these indices alone."""
+        rows = rows.to(self.model.device)
+        self.logits, self._mask, self._lengths = self.logits[rows], self._mask[rows], self._lengths[rows]
+        self._cache.batch_select_indices(rows)
+
+    def step(self, tokens: torch.Tensor) -> None:
+        """Read one more token per row, (R,)."""
+        tokens, positions = tokens.to(self.model.device)[:, None], self._lengths[:, None]
+        self._read += 1
+        self._lengths = self._lengths + 1
+        self.logits = self._forward(tokens, positions)
+
+    def _forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Logits (rows, V) after the last of `tokens` (rows, n); their keys and values join the cache."""
+        return self.model(
+            input_ids=tokens,
+            attention_mask=self._mask[:, : self._read],
+            position_ids=positions,
+            cache=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
 
 
 class TransformersRollout:
@@ -61,6 +138,8 @@ class TransformersRollout:
         end_ids: every id that ends a completion, of the tokenizer and of the model's two configs.
         on_progress: called with (rows finished, rows in all) whenever rows finish.
     """
+
+    source: ClassVar[Source] = "policy"
 
     def __init__(
         self,
@@ -95,7 +174,7 @@ class TransformersRollout:
         """Samples what `plans` ask for.
 
         Args:
-            plans: the requests of each group; of source "policy" only.
+            plans: the requests of each group; of this engine's source only.
             groups: prompts under the names of their contexts; completions are not read.
             sampling: every parameter that shapes the text.
             seed: of this rollout, so of (run seed, step).
@@ -105,18 +184,17 @@ class TransformersRollout:
 
         Raises:
             UserError: a prompt is empty, or with `max_tokens` longer than the model's context.
-            ValueError: a source other than "policy", an unknown context, a temperature that is not
+            ValueError: another source, an unknown context, a temperature that is not
                 positive where rows are sampled, `max_tokens` below 1.
         """
         self._check(plans, groups, sampling)
         index: Counter[str] = Counter()
-        rows: list[_Row] = []
+        rows: list[Row] = []
         for group, requests in zip(groups, plans, strict=True):
             name = group.example.id
             for request in requests:
-                prompt = tuple(group.contexts[request.context])
                 for _ in range(request.count):
-                    rows.append(_Row(prompt, request, derive_seed(seed, name, index[name])))
+                    rows.append(Row(group.contexts, request, derive_seed(seed, name, index[name])))
                     index[name] += 1
         # no_grad, not inference_mode: tensors that the model keeps from a pass must stay fit for training.
         # One autocast around all passes: its cache then casts the weights once.
@@ -155,9 +233,9 @@ class TransformersRollout:
         for group, requests in zip(groups, plans, strict=True):
             for request in requests:
                 where = f"example {group.example.id!r}, context {request.context!r}"
-                if request.source != "policy":
+                if request.source != self.source:
                     raise ValueError(
-                        f"{where}: source {request.source!r} requested, but this engine samples the policy only"
+                        f"{where}: source {request.source!r} requested, but this engine samples the {self.source} only"
                     )
                 if request.decoding == "sample" and not sampling.temperature > 0:
                     raise ValueError(f"temperature is {sampling.temperature}, sampling needs one above 0")
@@ -177,53 +255,42 @@ class TransformersRollout:
             return nullcontext()
         return torch.autocast(self.model.device.type, dtype=self.autocast)
 
-    def _waves(self, rows: list[_Row], max_tokens: int) -> Iterator[list[_Row]]:
+    def _waves(self, rows: list[Row], max_tokens: int) -> Iterator[list[Row]]:
         """Splits rows into batches within `cache_bytes`, longest prompts first (little padding, memory peaks early)."""
-        config = self._config
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None)
-        head_dim = head_dim or config.hidden_size // config.num_attention_heads
-        itemsize = (self.autocast or self.model.dtype).itemsize
-        token_bytes = 2 * config.num_hidden_layers * heads * head_dim * itemsize
+        token_bytes, sampling_bytes = self._row_bytes()
         ordered = sorted(rows, key=lambda row: len(row.prompt), reverse=True)
         start = 0
         while start < len(ordered):
             length = len(ordered[start].prompt) + max_tokens
-            row_bytes = token_bytes * length + _SAMPLING_BYTES * config.vocab_size
+            row_bytes = token_bytes * length + sampling_bytes
             stop = start + max(1, self.cache_bytes // row_bytes)
             yield ordered[start:stop]
             start = stop
 
-    def _decode(self, rows: list[_Row], sampling: Sampling) -> Iterator[int]:
+    def _row_bytes(self) -> tuple[int, int]:
+        """Memory of a row: per token of its prompt and completion, and beside that."""
+        return model_bytes(self.model, self.autocast)
+
+    def _begin(self, rows: list[Row], sampling: Sampling) -> Reads:
+        """A decoding of `rows` whose logits, at the row's temperature, are the distribution to sample from."""
+        return Decoding(self.model, [row.prompt for row in rows], sampling.max_tokens)
+
+    def _temperature(self, sampling: Sampling) -> float:
+        """What the logits of `_begin` are divided by."""
+        return sampling.temperature
+
+    def _decode(self, rows: list[Row], sampling: Sampling) -> Iterator[int]:
         """Completes `rows` as one batch; yields the number of rows that finished, after each step with any."""
-        from transformers import DynamicCache
-
         device = self.model.device
-        cache = DynamicCache(config=self.model.config)
-        prompts = {p: index for index, p in enumerate(dict.fromkeys(row.prompt for row in rows))}
-        width = max(map(len, prompts))
-        # Left padding: the last column is every prompt's last token. Id 0 stands for it, masked out.
-        padded = [(0,) * (width - len(prompt)) + prompt for prompt in prompts]
-        tokens = torch.tensor(padded, device=device)  # (P, W)
-        lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)  # (P,)
-        mask = tokens.new_ones(len(prompts), width + sampling.max_tokens)
-        mask[:, :width] = torch.arange(width, device=device) >= width - lengths[:, None]
-        # Padding is no part of the sequence: positions count real tokens.
-        positions = (mask[:, :width].cumsum(-1) - 1).clamp(min=0)
-        logits = self._forward(tokens, mask[:, :width], positions, cache)  # (P, V)
-
-        # A row's prompt was computed once; from here on every row has its own copy of keys and values.
-        select = torch.tensor([prompts[row.prompt] for row in rows], device=device)
-        logits, mask, lengths = logits[select], mask[select], lengths[select]
-        cache.batch_select_indices(select)
+        decoding = self._begin(rows, sampling)
         greedy = torch.tensor([row.greedy for row in rows], device=device)
-        temperature = torch.where(greedy, 1.0, sampling.temperature)
+        temperature = torch.where(greedy, 1.0, self._temperature(sampling))
         uniforms = torch.from_numpy(np.stack([_uniforms(row.seed, sampling.max_tokens) for row in rows])).to(
             device
         )  # (R, max_tokens)
 
         for step in range(sampling.max_tokens):
-            chosen, logps = sample_tokens(logits.float(), temperature, greedy, uniforms[:, step])
+            chosen, logps = sample_tokens(decoding.logits.float(), temperature, greedy, uniforms[:, step])
             newly = 0
             for row, token, logp in zip(rows, chosen.tolist(), logps.tolist(), strict=True):
                 if row.finish is None:
@@ -238,29 +305,12 @@ class TransformersRollout:
             if 2 * len(alive) <= len(rows):
                 rows = [rows[index] for index in alive]
                 keep = torch.tensor(alive, device=device)
-                cache.batch_select_indices(keep)
-                chosen, mask, lengths = chosen[keep], mask[keep], lengths[keep]
+                decoding.keep(keep)
+                chosen = chosen[keep]
                 greedy, temperature, uniforms = greedy[keep], temperature[keep], uniforms[keep]
-            logits = self._forward(chosen[:, None], mask[:, : width + step + 1], (lengths + step)[:, None], cache)
+            decoding.step(chosen)
 
-    def _forward(
-        self,
-        tokens: torch.Tensor,
-        mask: torch.Tensor,
-        positions: torch.Tensor,
-        cache: DynamicCache,
-    ) -> torch.Tensor:
-        """Logits (rows, V) after the last of `tokens` (rows, n); appends their keys and values to `cache`."""
-        return self.model(
-            input_ids=tokens,
-            attention_mask=mask,
-            position_ids=positions,
-            cache=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits[:, -1]
-
-    def _append(self, row: _Row, token: int, logp: float, sampling: Sampling) -> None:
+    def _append(self, row: Row, token: int, logp: float, sampling: Sampling) -> None:
         """Adds a token to a row, and finishes the row where it is the last one."""
         row.tokens.append(token)
         row.logps.append(logp)
@@ -292,18 +342,28 @@ class TransformersRollout:
         assert isinstance(text, str)
         return text
 
-    def _completion(self, row: _Row) -> Completion:
+    def _completion(self, row: Row) -> Completion:
         assert row.finish is not None
         return Completion(
             tokens=row.tokens,
             text=row.text,
             finish=row.finish,
             logps=row.logps,
+            source=row.request.source,
             context=row.request.context,
             learn=row.request.learn,
             weights_version=self.weights_version,
             greedy=row.greedy,
         )
+
+
+def model_bytes(model: PreTrainedModel, autocast: torch.dtype | None) -> tuple[int, int]:
+    """Memory of a row in one model: keys and values per token; logits and their copies beside that."""
+    config = model.config.get_text_config(decoder=True)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    itemsize = (autocast or model.dtype).itemsize
+    return 2 * config.num_hidden_layers * heads * head_dim * itemsize, _SAMPLING_BYTES * config.vocab_size
 
 
 def sample_tokens(

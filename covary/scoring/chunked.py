@@ -59,7 +59,10 @@ def score_hidden(
 def _score_chunk(
     models: Sequence[nn.Module], quantities: Sequence[Quantity], temperature: float, tokens: Tensor, *hidden: Tensor
 ) -> Tensor:
+    logits = [project(model, h) / temperature for model, h in zip(models, hidden, strict=True)]
+    # Of two vocabularies of one tokenizer the longer is padded: distributions are compared over what both have.
+    width = min(each.shape[-1] for each in logits)
     logps = [
-        torch.log_softmax(project(model, h) / temperature, dim=-1) for model, h in zip(models, hidden, strict=True)
-    ]
+        torch.log_softmax(each[:, :width], dim=-1).to(tokens.device) for each in logits
+    ]  # a teacher may lie elsewhere
     return torch.stack([quantity(*logps, tokens) for quantity in quantities])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from covary.quantities import QUANTITIES
 from covary.scoring.chunked import Quantity, score_hidden
-from covary.types import Group, Score
+from covary.types import Group, Score, Stream
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,18 @@ class FlatScores:
         )
 
 
+def context_of(stream: Stream, groups: Sequence[Group]) -> str:
+    """The name of the context that a stream reads: a teacher has its own rendering of the prompt, where it needs one."""
+    own = stream.model == "teacher" and bool(groups) and "teacher" in groups[0].contexts
+    return "teacher" if own else stream.context
+
+
 def row_sizes(groups: Sequence[Group], scores: Sequence[Score]) -> list[RowSize]:
     """Sizes of all rows, in order."""
     streams = {stream for score in scores for stream in score.stream_pair}
+    contexts = [context_of(stream, groups) for stream in streams]
     return [
-        RowSize(g, sum(len(group.contexts[stream.context]) for stream in streams), len(row.tokens) * len(streams))
+        RowSize(g, sum(len(group.contexts[context]) for context in contexts), len(row.tokens) * len(contexts))
         for g, group in enumerate(groups)
         for row in group.completions
     ]
@@ -99,18 +106,19 @@ def score_groups(
     for score in scores:
         alike[score.stream_pair, score.tokens].append(score)
     rows = [completion for group in groups for completion in group.completions]
+    home = next(iter(models.values())).device  # the policy's: scores of models elsewhere come here
     for (streams, tokens), same in alike.items():
-        for stream in streams:
-            key = (id(models[stream.model]), stream.context)
-            if key not in states:
-                states[key] = forward(models[stream.model], groups, stream.context)
-        read = [states[id(models[stream.model]), stream.context] for stream in streams]
+        keys = [(stream.model, context_of(stream, groups)) for stream in streams]
+        for model, context in keys:
+            if (id(models[model]), context) not in states:
+                states[id(models[model]), context] = forward(models[model], groups, context)
+        read = [states[id(models[model]), context] for model, context in keys]
         targets = [(i, t, row.tokens[t]) for i, row in enumerate(rows) for t in row.role_positions(tokens)]
-        flat = torch.tensor(targets, device=read[0].hidden.device, dtype=torch.long).reshape(-1, 3)
+        flat = torch.tensor(targets, device=home, dtype=torch.long).reshape(-1, 3)
         row, position, token = flat.unbind(1)
         values = score_hidden(
             [models[stream.model] for stream in streams],
-            [state.before(row, position) for state in read],
+            [state.before(row.to(state.hidden.device), position.to(state.hidden.device)) for state in read],
             token,
             [_quantity(score) for score in same],
             temperature,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from covary.batch import Algorithm, Batch, Reduce, Scores, one_process
-from covary.types import Example, Score
+from covary.types import Completion, Example, Score
 
 Ragged = Sequence[Sequence[float]]
 
@@ -168,11 +168,13 @@ def problem(algorithm: Algorithm, layout: Layout, distances: Sequence[float]) ->
         return sign * torch.tensor(drawn, dtype=torch.float64)[: torch.Size(shape).numel()].reshape(shape)
 
     frozen = {score.name: numbers(score) for score in algorithm.frozen}
+    rows_of_layout = [Completion([0] * sum(mask), "", "eos") for mask in layout.mask]
+    features = [algorithm.features(Example("", ""), row) for row in rows_of_layout]
     rollout = make_batch(
         layout.group,
         mask=layout.mask,
         rewards=layout.rewards,
-        numbers=frozen,
+        numbers=frozen | {name: [row[name] for row in features] for name in features[0]},
         learn=layout.learn,
         max_tokens=layout.width + 3,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,24 +18,31 @@ from covary.algorithms import (
     CISPO,
     DAPO,
     DPO,
+    GKD,
     GMPO,
     GPG,
     GRPO,
     GSPO,
     GVPO,
+    GVPOOPD,
     RAFT,
     RLOO,
     SFT,
     DrGRPO,
+    MiniLLM,
+    PGOPDSequence,
+    PGOPDToken,
     ReinforcePP,
     ReinforcePPBaseline,
     ReMax,
+    SeqKD,
+    SupervisedKD,
 )
 
 
 @dataclass(frozen=True)
 class Row:
-    """One completion: live and frozen numbers of its sampled tokens, by name.
+    """One completion: live and frozen numbers of its sampled tokens (or of the whole row), by name.
 
     Rows that are not learned from have no live ones.
     """
@@ -42,7 +50,7 @@ class Row:
     group: int
     reward: float
     live: dict[str, list[Tensor]]
-    frozen: dict[str, list[float]]
+    frozen: dict[str, Any]
     learn: bool
 
     @property
@@ -329,3 +337,88 @@ def sft(algorithm: SFT, rows: list[Row], max_tokens: int) -> Tensor:
     """Mean negative log-likelihood over all tokens of all rows."""
     terms = [policy for row in rows for policy in row.live["policy"]]
     return -sum(terms, zero()) / len(terms)
+
+
+def gvpo_opd(algorithm: GVPOOPD, rows: list[Row], max_tokens: int) -> Tensor:
+    """Mean over prompts of 1 / (2 (k-1)) sum_i (g_i - gbar)^2, g = (length_ref / |y|)^alpha (l - l^t)."""
+    groups = groups_of(rows)
+    loss = zero()
+    for members in groups:
+        k = len(members)
+        if k == 1:
+            continue
+        g = [
+            (algorithm.length_ref / row.length) ** algorithm.alpha
+            * (sequence(row.live["policy"]) - row.frozen["teacher"])
+            for row in members
+        ]
+        for one in g:
+            loss = loss + (one - sum(g, zero()) / k) ** 2 / (2 * (k - 1))
+    return loss / len(groups)
+
+
+def seqkd(algorithm: SeqKD, rows: list[Row], max_tokens: int) -> Tensor:
+    """Mean negative log-likelihood over all tokens of all rows."""
+    terms = [policy for row in rows for policy in row.live["policy"]]
+    return -sum(terms, zero()) / len(terms)
+
+
+def supervised_kd(algorithm: SupervisedKD, rows: list[Row], max_tokens: int) -> Tensor:
+    """tau^2 times the mean divergence over all tokens."""
+    terms = [kl for row in rows for kl in row.live["kl"]]
+    return algorithm.temperature**2 * sum(terms, zero()) / len(terms)
+
+
+def gkd(algorithm: GKD, rows: list[Row], max_tokens: int) -> Tensor:
+    """The mean divergence over all tokens."""
+    terms = [jsd for row in rows for jsd in row.live["jsd"]]
+    return sum(terms, zero()) / len(terms)
+
+
+def minillm(algorithm: MiniLLM, rows: list[Row], max_tokens: int) -> Tensor:
+    """Mean over tokens of KL_t - min(rho A, clip(rho) A), A_t the (mean) discounted log-ratio of later tokens."""
+    advantages = []
+    for row in rows:
+        ratios = [t - s for t, s in zip(row.frozen["teacher"], row.frozen["old"], strict=True)]
+        of_row = []
+        for t in range(row.length):
+            weights = [algorithm.gamma ** (i - t - 1) for i in range(t + 1, row.length)]
+            total = sum(w * r for w, r in zip(weights, ratios[t + 1 :], strict=True))
+            of_row.append(total / sum(weights) if algorithm.length_norm and weights else total)
+        advantages.append(of_row)
+    if algorithm.whitening:
+        advantages = whitened(advantages)
+    loss = zero()
+    for row, of_row in zip(rows, advantages, strict=True):
+        for t, advantage in enumerate(of_row):
+            a = algorithm.teacher_mix
+            mixture = math.log(a * math.exp(row.frozen["teacher"][t]) + (1 - a) * math.exp(row.frozen["old"][t]))
+            rho = row.live["policy"][t] - mixture
+            loss = loss + row.live["kl"][t] - surrogate(rho, advantage, algorithm.clip, algorithm.clip)
+    return loss / tokens(rows)
+
+
+def pg_opd_sequence(algorithm: PGOPDSequence, rows: list[Row], max_tokens: int) -> Tensor:
+    """-mean over rows of A_i log pi(y_i), A the reward against the chosen baseline."""
+    loss = zero()
+    for members in groups_of(rows):
+        rewards = [row.reward for row in members]
+        for i, row in enumerate(members):
+            others = rewards[:i] + rewards[i + 1 :]
+            advantage = {
+                "rloo": rewards[i] - mean(others) if others else 0.0,
+                "mean": rewards[i] - mean(rewards),
+                "grpo_std": standardised(rewards)[i],
+                "none": rewards[i],
+            }[algorithm.baseline]
+            loss = loss - advantage * sequence(row.live["policy"])
+    return loss / len(rows)
+
+
+def pg_opd_token(algorithm: PGOPDToken, rows: list[Row], max_tokens: int) -> Tensor:
+    """-mean over tokens of (log pi_t - log pi_old) log pi."""
+    loss = zero()
+    for row in rows:
+        for t, policy in enumerate(row.live["policy"]):
+            loss = loss - (row.frozen["teacher"][t] - row.frozen["old"][t]) * policy
+    return loss / tokens(rows)

@@ -23,6 +23,7 @@ from covary.algorithms import (
     RLOO,
     SFT,
     DrGRPO,
+    MiniLLM,
     ReinforcePP,
     ReinforcePPBaseline,
     ReMax,
@@ -418,3 +419,32 @@ class TestK01EstimatorsOfKL:
         close(plain, [0.5341, -0.3012, -0.2329], 5e-5)
         _, corrected = self.k2_of_rows(list(self.OFF_POLICY), weights=self.P / self.OLD)
         close(corrected, [0.4683, -0.3, -0.1682], 5e-5)
+
+
+class TestX02DiscountedReturns:
+    """Rewards 1, 1, 1, 1 with gamma 0.5: what follows a token counts from that token on, not from the beginning."""
+
+    ONES, MASK = torch.ones(1, 4, dtype=torch.float64), torch.ones(1, 4, dtype=torch.bool)
+
+    def test_returns(self) -> None:
+        after = ops.return_after(self.ONES, self.MASK, 0.5)
+        close(self.ONES + 0.5 * after, [[1.875, 1.75, 1.5, 1.0]], 1e-12)
+        faded = (0.5 ** torch.arange(4)) * (self.ONES + 0.5 * after)
+        close(faded, [[1.875, 0.875, 0.375, 0.125]], 1e-12)  # the mistake
+
+    def test_length_normalised_of_a_long_completion(self) -> None:
+        ones, mask = torch.ones(1, 512), torch.ones(1, 512, dtype=torch.bool)
+        after = ops.return_after(ones, mask, 0.9)
+        weights = torch.tensor([[(1 - 0.9**n) / 0.1 for n in range(512, 0, -1)]])
+        close((ones + 0.9 * after) / weights, [[1.0] * 512])
+        rollout = make_batch(
+            [0], mask=[[True] * 512], numbers={"teacher": ones.double() - 3, "old": -3 * ones.double()}
+        )
+        advantage = MiniLLM(gamma=0.9, whitening=False).prepare(rollout, one_process)["advantage"]
+        close(advantage, [[1.0] * 511 + [0.0]], 1e-12)  # nothing follows the last token
+
+    def test_masked_tokens_neither_count_nor_discount(self) -> None:
+        x = torch.tensor([[1.0, float("nan"), 2.0, 4.0, float("-inf")]], dtype=torch.float64)
+        mask = torch.tensor([[True, False, True, True, False]])
+        after = ops.return_after(x, mask, 0.5)
+        close(after[mask].unsqueeze(0), [[2.0 + 0.5 * 4.0, 4.0, 0.0]], 1e-12)

@@ -95,6 +95,25 @@ CASES = [
     case("raft", reference.raft, {"keep": "correct"}, shift="nothing"),
     case("dpo", reference.dpo, {"beta": 0.5}, breaks_ties=True),
     case("sft", reference.sft, shift="nothing"),
+    case("gvpo_opd", reference.gvpo_opd),
+    case("gvpo_opd", reference.gvpo_opd, {"alpha": 0.0}),
+    case("gvpo_opd", reference.gvpo_opd, {"alpha": 0.75, "length_ref": 8.0}),
+    case("seqkd", reference.seqkd, shift="nothing"),
+    case("supervised_kd", reference.supervised_kd, shift="nothing"),
+    case("supervised_kd", reference.supervised_kd, {"data": "teacher", "temperature": 2.0}, shift="nothing"),
+    case("gkd", reference.gkd, shift="nothing"),
+    case("minillm", reference.minillm, shift="nothing"),
+    case(
+        "minillm",
+        reference.minillm,
+        {"teacher_mix": 0.0, "length_norm": False, "gamma": 0.9, "whitening": False},
+        shift="nothing",
+    ),
+    case("pg_opd_sequence", reference.pg_opd_sequence),
+    case("pg_opd_sequence", reference.pg_opd_sequence, {"baseline": "mean"}),
+    case("pg_opd_sequence", reference.pg_opd_sequence, {"baseline": "grpo_std"}),
+    case("pg_opd_sequence", reference.pg_opd_sequence, {"baseline": "none"}, shift="nothing"),
+    case("pg_opd_token", reference.pg_opd_token, shift="nothing"),
 ]
 
 

@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausa
 
 from covary.algorithms import ALGORITHMS, GRPO, GVPO, SFT
 from covary.batch import Algorithm, Batch, one_process
-from covary.collate import attach, collate, take_rows
+from covary.collate import attach, attach_features, collate, take_rows
 from covary.engines.local import LocalEngine
 from covary.scoring.chunked import project
 from covary.types import Completion, Example, Group, Score, Stream
@@ -60,6 +60,7 @@ def plain_logps(model, prompt: list[int], tokens: list[int], temperature: float 
 
 
 def prepared(engine: LocalEngine, groups: list[Group], algorithm: Algorithm, current: bool = False) -> Batch:
+    attach_features(groups, algorithm)
     attach(groups, engine.score(groups, algorithm.frozen))
     batch = collate(groups, 16)
     batch = batch.with_numbers(algorithm.prepare(batch, one_process)).with_totals(algorithm.normalisers)
@@ -184,8 +185,9 @@ def test_gradient_does_not_depend_on_micro_batches(name):
         with torch.no_grad():  # away from the old policy, so that every term of the loss acts
             for i, parameter in enumerate(model.parameters()):
                 parameter += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i))
-        frozen = LocalEngine(old, frozen={"initial": deepcopy(old)})
-        engine = LocalEngine(model, frozen={"initial": deepcopy(old)}, micro_batch_tokens=limit)
+        others = {"initial": deepcopy(old), "teacher": random_llama(50, seed=9)}
+        frozen = LocalEngine(old, frozen=others)
+        engine = LocalEngine(model, frozen=others, micro_batch_tokens=limit)
         groups = make_groups()
         (plan,) = algorithm.plan([Example("plan", "")], 3, np.random.default_rng(0))
         if not all(request.learn for request in plan):

@@ -22,6 +22,7 @@ from covary.algorithms import (
     CISPO,
     DAPO,
     DPO,
+    GKD,
     GMPO,
     GPG,
     GRPO,
@@ -34,6 +35,7 @@ from covary.algorithms import (
     ReMax,
 )
 from covary.batch import Algorithm, Batch
+from covary.quantities import QUANTITIES
 from tests.algorithms.helpers import make_batch, prepared, value_and_grad
 
 GOLDEN = json.loads(Path(__file__).with_name("upstream.json").read_text())
@@ -406,6 +408,28 @@ class TestKL:
         without = loss_and_grad(replace(algorithm, kl_coef=0.0), batch, policy_of(name))
         for part, mine, rest in zip(("loss", "gradient"), ours, without, strict=True):
             close(name, mine - rest, tensor(case(f"{name}_k2")[part]) - tensor(case(name)[part]))
+
+
+class TestDistillation:
+    @pytest.mark.parametrize("beta", ["0.0", "0.1", "0.5", "0.9", "1.0"])
+    def test_gkd(self, beta: str) -> None:
+        """TRL's `generalized_jsd_loss`, with the mean over the tokens that its labels keep."""
+        recorded = case("trl/gkd")
+        algorithm = GKD(beta=float(beta))
+        student, teacher = (tensor(recorded[name]) for name in ("student", "teacher"))
+        student.requires_grad_()
+        (score,) = algorithm.trained
+        name, argument = score.quantity
+        quantity = QUANTITIES[name]
+        chunks = (x.log_softmax(-1).flatten(0, 1) for x in (teacher, student))
+        values = quantity(argument, *chunks, torch.zeros(6, dtype=torch.long)).reshape(2, 3)
+        mask = [[bool(kept) for kept in row] for row in recorded["mask"]]
+        loss = algorithm.loss({"jsd": values}, make_batch([0, 0], mask=mask).with_totals())
+        expected = recorded["losses"][beta]
+        torch.testing.assert_close(loss, tensor(expected["value"]), rtol=0, atol=TRL)
+        torch.testing.assert_close(
+            torch.autograd.grad(loss, student)[0], tensor(expected["of_logits"]), rtol=0, atol=TRL
+        )
 
 
 class TestTheNumbersThemselves:

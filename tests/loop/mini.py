@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import covary
+from covary.algorithms import ALGORITHMS
+from covary.batch import Algorithm
+from covary.config import reads_teacher
 from covary.rewards import Grader
 from covary.tasks import Task
 from covary.types import Example
@@ -39,6 +42,29 @@ STATE: dict[str, Any] = {
 def vowels(completion: str, answer: str | None) -> float:
     """A dense reward that a random model can climb: the share of one half of the alphabet."""
     return sum(c in "aeiou" or c.isupper() for c in completion) / max(1, len(completion))
+
+
+def pairs(path: Path) -> dict[str, Any]:
+    """A task of offline completions, the first of each row the better one."""
+    rows = [{"prompt": f"say {i}", "completion": ["good", "bad!"], "rewards": [1, 0]} for i in range(4)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"name": "jsonl", "path": str(path), "completion": "completion"}
+
+
+def needs(algorithm: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """What a run of `run` has to change for an algorithm: data, a teacher, no reward."""
+    fields = {k: tuple(v) if isinstance(v, list) else v for k, v in algorithm.items() if k != "name"}
+    built = ALGORITHMS[algorithm["name"]](**fields)
+    changes: dict[str, Any] = {}
+    if not built.needs_reward or type(built).reward is not Algorithm.reward:
+        changes["reward"] = None
+    if built.offline or "dataset" in built.sources:
+        changes["task"] = pairs(folder / "data.jsonl")
+    if built.offline:
+        changes["rollout"] = {"engine": "dataset", "prompts": 4, "completions": 2, "max_tokens": 8}
+    if reads_teacher(built):
+        changes["teacher"] = {"model": str(save_random_model(folder / "teacher", seed=1))}
+    return changes
 
 
 def run(folder: Path, **changes: Any) -> covary.api.Trained:  # pyright: ignore

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ from covary.api import build, resolve
 from covary.config import validate
 from covary.log import Screen
 from covary.types import UserError
-from tests.loop.mini import Sums, comparable, metrics, rollouts, run, vowels
+from tests.loop.mini import Sums, comparable, metrics, needs, pairs, rollouts, run, vowels
 from tests.models import random_llama, save_random_model
 
 DEFAULTS = [{"name": name} for name in ALGORITHMS]
@@ -25,18 +23,17 @@ VARIANTS = [
     {"name": "reinforce_pp", "kl_coef": 0.0},
     {"name": "reinforce_pp_baseline", "kl_coef": 0.0},
     {"name": "grpo", "kl_coef": 0.0},
+    {"name": "gvpo_opd", "alpha": 0.75, "length_ref": 6.0},
+    {"name": "supervised_kd", "data": "teacher", "temperature": 2.0},
+    {"name": "gkd", "on_policy": 0.0, "off_policy": "teacher", "beta": 0.0},
+    {"name": "gkd", "on_policy": 1.0, "beta": 1.0},
+    {"name": "minillm", "teacher_mix": 0.0, "length_norm": False, "whitening": False},
+    {"name": "pg_opd_sequence", "baseline": "none"},
 ]
 
 
 def identity(algorithm: dict[str, Any]) -> str:
     return "-".join([algorithm["name"], *(f"{k}={v}" for k, v in algorithm.items() if k != "name")])
-
-
-def pairs(path: Path) -> dict[str, Any]:
-    """A task of offline completions, the first of each row the better one."""
-    rows = [{"prompt": f"say {i}", "completion": ["good", "bad!"], "rewards": [1, 0]} for i in range(4)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return {"name": "jsonl", "path": str(path), "completion": "completion"}
 
 
 def moved(model: torch.nn.Module) -> bool:
@@ -50,14 +47,7 @@ def of_prompts(rows: list[dict], k: int) -> list[list[dict]]:
 
 @pytest.mark.parametrize("algorithm", DEFAULTS + VARIANTS, ids=identity)
 def test_three_steps(tmp_path, algorithm):
-    changes: dict[str, Any] = {}
-    if ALGORITHMS[algorithm["name"]].offline:
-        changes = {
-            "task": pairs(tmp_path / "data.jsonl"),
-            "reward": None,
-            "rollout": {"engine": "dataset", "prompts": 4, "completions": 2, "max_tokens": 8},
-        }
-    trained = run(tmp_path, algorithm=algorithm, steps=3, **changes)
+    trained = run(tmp_path, algorithm=algorithm, **{"steps": 3, **needs(algorithm, tmp_path)})
     for row in metrics(tmp_path / "run")[1:]:
         assert all(math.isfinite(value) for value in row.values() if isinstance(value, float))
         assert row["grad_norm"] > 0

@@ -70,6 +70,18 @@ def test_portfolio_of_history_and_fresh():
     assert seen == {1, 2, 3, 4, 5}
 
 
+def test_what_no_reward_could_grade_is_forgotten_and_what_needs_none_is_kept():
+    engine = ReplayRollout(Counting(), history=1, size=8)
+    step(engine, 0, reward=lambda text: None if text in "013" else 1.0)
+    assert {step(engine, seed).completions[-1].text for seed in range(1, 4)} & {"0", "1", "3"} == set()
+    (made,) = (engine := ReplayRollout(Counting(), history=1, size=8)).generate(
+        [[Request(4)]], [Group(Example("a", "q"), {"prompt": [1]})], Sampling(4), 0
+    )
+    assert made.rewards is None  # distillation: there is no reward to wait for
+    engine.observe([made])
+    assert step(engine, 1).completions[-1].source == "replay"
+
+
 def test_history_is_uniform_without_replacement():
     engine = ReplayRollout(Counting(), history=2, size=4)
     step(engine, 0, k=4)

@@ -733,7 +733,7 @@ def test_what_the_algorithm_needs_is_checked_before_the_run_folder_is_made(tmp_p
 
     for algorithm, message, changes in (
         (Posterior(), "no context 'posterior'", {"reward": None}),
-        (Teacher(), "reads a teacher", {"reward": None}),
+        (Teacher(), "teacher: is required, .*Teacher learns from one", {"reward": None}),
         (Answers(), "appends no answer", {"reward": None}),
         (Own(), "the algorithm makes its own rewards", {}),
         (

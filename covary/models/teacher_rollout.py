@@ -1,0 +1,86 @@
+"""A teacher that samples: what its completions are known by, and who makes them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import nn
+
+from covary.models.teacher import LocalTeacher
+from covary.rollout.server import ServerRollout
+from covary.rollout.store import Store
+from covary.rollout.teacher import TeacherRollout, Translation
+from covary.rollout.transformers import TransformersRollout
+from covary.scoring.reading import Reading
+from covary.settings import Teacher, TeacherServer
+
+_LOOKED_AT = 256
+"""Numbers of each parameter that a fingerprint reads, evenly spread: any training changes nearly all of them."""
+
+
+def teacher_rollout(
+    teacher: Teacher | TeacherServer,
+    reading: Reading,
+    local: LocalTeacher | None,
+    *,
+    student_ends: frozenset[int],
+    student_vocabulary: int,
+    folder: Path,
+    seed: int,
+    say: Callable[[str], None],
+    on_progress: Callable[[int, int], None],
+) -> TeacherRollout:
+    """Completions of the recipe's teacher for the student.
+
+    Args:
+        teacher: the recipe's section.
+        reading: how it reads the student; its prompts are the teacher's.
+        local: its weights, where it is in this process.
+        student_ends: ids that end the student's completions.
+        student_vocabulary: ids that its model has.
+        folder: of the run: completions are kept there unless the section names a file.
+        seed: of its samples.
+        say: where to tell of damaged lines of the file.
+        on_progress: called with (completions finished, completions in all).
+
+    Raises:
+        UserError: the file of completions cannot be read.
+    """
+    sampler: TransformersRollout | ServerRollout
+    if local is not None:
+        sampler = TransformersRollout(local.model, local.tokenizer)  # pyright: ignore[reportArgumentType]
+        sampler.end_ids = local.end_ids
+        identity = f"{local.name} {fingerprint(local.model)}"
+    else:
+        assert isinstance(teacher, TeacherServer)
+        name = teacher.served_model or teacher.tokenizer
+        key = os.environ.get(teacher.api_key) if teacher.api_key else None
+        sampler = ServerRollout(
+            teacher.url, name, reading.teacher, key, teacher.concurrency, teacher.timeout, teacher.attempts
+        )
+        identity = f"server {name}"
+    sampler.on_progress = on_progress
+    return TeacherRollout(
+        sampler,
+        identity,
+        reading.prompt,
+        reading.opening,
+        Translation(reading.student, reading.teacher, student_ends, reading.same_tokens, student_vocabulary),
+        Store(Path(teacher.cache).expanduser() if teacher.cache else folder / "teacher.jsonl", say),
+        seed,
+        reading.context,
+    )
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Of a model's weights: names, shapes, types and some of the numbers."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, value in model.state_dict().items():
+        digest.update(repr((name, tuple(value.shape), str(value.dtype))).encode())
+        flat = value.detach().flatten()
+        some = flat[:: max(1, flat.numel() // _LOOKED_AT)].float().cpu().contiguous()
+        digest.update(some.numpy().tobytes())
+    return digest.hexdigest()
