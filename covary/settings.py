@@ -192,6 +192,14 @@ class JudgeReward:
 
 
 @dataclass(frozen=True)
+class LikelihoodReward:
+    """A reward without a verifier: how likely the policy finds the reference answer behind what it sampled."""
+
+    likelihood: Literal["sum", "mean", "prob", "geo", "mean_prob"]
+    """Of the answer's tokens: summed or mean log-probs; their probability, or its geometric or arithmetic mean."""
+
+
+@dataclass(frozen=True)
 class Eval:
     """Evaluation on the task's test split, before the first and after the last step."""
 
