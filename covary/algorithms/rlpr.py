@@ -74,7 +74,7 @@ class RLPR(Algorithm):
     def select(self, batch: Batch, state: dict[str, float]) -> tuple[Bool[Tensor, " G"] | None, dict[str, float]]:
         """Questions whose rewards differ enough, by the average over earlier draws."""
         std = group_variance(batch.rewards, batch.group).sqrt()
-        draw, average = int(state.get("draws", 0)) + 1, state.get("average")
+        draw, average = state.get("draws", 0.0) + 1, state.get("average")
         keep = std >= self.min_spread * average if draw >= FIRST_FILTERED and average is not None else None
         state = {**state, "draws": draw}
         if draw >= FIRST_AVERAGED:
