@@ -50,7 +50,7 @@ def on_traces(folder: Path) -> dict[str, Any]:
     return {
         "task": Sums(template=str(folder / "traces.yaml")),
         "reward": None,
-        "rollout": {"prompts": 4, "completions": 8, "max_tokens": 150},
+        "rollout": {"prompts": 4, "completions": 8, "max_tokens": 100},
         "eval": {"max_tokens": 6},
     }
 

@@ -113,7 +113,7 @@ def test_the_posteriors_prompt_is_in_nobodys_context_but_the_posteriors(tmp_path
     model = save_random_model(tmp_path / "model")
     recipe = {
         "out": str(tmp_path / "run"), "model": {"name": str(model)}, "task": Sums(template=on_traces(tmp_path)["task"].template),
-        "algorithm": {"name": "covrl"}, "steps": 1, "rollout": {"prompts": 4, "completions": 8, "max_tokens": 150},
+        "algorithm": {"name": "covrl"}, "steps": 1, "rollout": {"prompts": 4, "completions": 8, "max_tokens": 100},
     }  # fmt: skip
     built = build(resolve(validate(recipe, where="test")), Screen(silent=True))
     tokenizer, forward = built.tokenizer, trees.forward
