@@ -39,8 +39,8 @@ def sentencepiece_like() -> PreTrainedTokenizerFast:
     from tokenizers.processors import TemplateProcessing
 
     letters = [chr(c) for c in range(33, 127)] + ["▁", "\n", "é"]
-    pieces = ["<pad>", "<bos>", "<unk>", *(f"<0x{b:02X}>" for b in range(256)), *letters, "</", "k>", ">▁"]
-    merges = [("<", "/"), ("k", ">"), (">", "▁")]
+    pieces = ["<pad>", "<bos>", "<unk>", *(f"<0x{b:02X}>" for b in range(256)), *letters, "</", ".</", "k>"]
+    merges = [("<", "/"), (".", "</"), ("k", ">")]
     tokenizer = Tokenizer(
         models.BPE({p: i for i, p in enumerate(pieces)}, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
     )
