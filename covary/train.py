@@ -464,7 +464,10 @@ def _finite(numbers: Any, rows: int) -> Tensor:
 
 def _warn_unscorable(run: Run, errors: list[str], count: dict[str, float], rows: int) -> None:
     unscorable = int(count["rows/unscorable"])
-    reason = errors[0] if errors else "the reward gave None or NaN"
+    silent = "the reward gave None or NaN"
+    if run.template.answer is not None:
+        silent += f" (an answer is scored behind a completion that ends with {run.template.stop!r})"
+    reason = errors[0] if errors else silent
     if errors and unscorable == rows:
         raise RunError(f"no completion of this step could be scored; the first reason: {reason}")
     if unscorable:

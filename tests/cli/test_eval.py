@@ -159,3 +159,10 @@ def test_mistakes(call, arguments: tuple[Any, ...], message: str, monkeypatch: p
     assert message in err
     assert err.startswith("error: ")
     assert err.count("\n") == 1
+
+
+def test_a_recipe_is_evaluated_with_the_prompts_of_its_run() -> None:
+    from covary.cli import _task
+
+    templates = {name: _task(name, None, None, None)[0].template for name in ("quickstart", "covrl_quickstart", "rlpr")}
+    assert templates == {"quickstart": "chat", "covrl_quickstart": "think", "rlpr": "rlpr"}

@@ -198,3 +198,12 @@ def test_ravrs_prior_traces_are_not_learned_from(tmp_path: Path) -> None:
     run(tmp_path, algorithm={"name": "ravr"}, steps=1)
     for row in rollouts(tmp_path / "run", 1):
         assert row["context"] == "posterior" or row["weight"] is None
+
+
+@pytest.mark.slow
+def test_the_quickstart_learns_without_a_verifier(tmp_path: Path) -> None:
+    recipe = Path(__file__).parent.parent.parent / "recipes" / "covrl_quickstart.yaml"
+    covary.train(recipe, out=str(tmp_path / "run"), steps=20, quiet=True)
+    before, *_, after = metrics(tmp_path / "run")
+    assert after["eval/chain_sum/accuracy"] >= before["eval/chain_sum/accuracy"] + 0.2
+    assert after["covrl/prior/answer_prob"] > 0.8
