@@ -57,7 +57,15 @@ from covary.models.lora import add_lora, initial_policy, need_peft
 from covary.models.rewards import WithModel, build_model_reward
 from covary.models.teacher import LocalTeacher, check_prompts, describe, load_teacher, read_teacher
 from covary.models.teacher_rollout import teacher_rollout
-from covary.prompts import Room, Template, TurnEnd, load_template, open_turn_end, prompt_group
+from covary.prompts import (
+    Room,
+    Template,
+    TurnEnd,
+    load_template,
+    open_turn_end,
+    prompt_group,
+    shipped_templates,
+)
 from covary.quantities import QUANTITIES
 from covary.rewards import EXTRACTORS, GRADERS, Grader, Reward, build_reward
 from covary.rewards.reward import PooledReward
@@ -69,19 +77,19 @@ from covary.rollout.sources import SourcesRollout
 from covary.rollout.transformers import TransformersRollout, end_ids
 from covary.scoring.reading import Reading
 from covary.seeding import derive_seed
-from covary.settings import Eval, JudgeReward, RewardModel, Teacher, TeacherServer
+from covary.settings import Eval, JudgeReward, LikelihoodReward, RewardModel, Teacher, TeacherServer
 from covary.stop import Stop
 from covary.tasks import BENCHMARKS, Benchmark
 from covary.tasks.task import Task
 from covary.trackers import Tracker
-from covary.train import Run, Schedule, planned_steps
+from covary.train import LIKELIHOOD, Run, Schedule, planned_steps
 from covary.train import train as run_loop
 from covary.types import Example, RunError, Sampling, UserError
 
 CHECKED_PROMPTS = 1000
 """Training prompts, at most, whose lengths are checked before a run, evenly spread; the others when they are drawn."""
 PYTHON_REWARD = " (a Python function)"
-RewardSpec = str | RewardModel | JudgeReward | Callable[..., object]
+RewardSpec = str | RewardModel | JudgeReward | LikelihoodReward | Callable[..., object]
 
 
 @dataclass(frozen=True)
@@ -174,7 +182,7 @@ def _from_anywhere(config: RunConfig) -> RunConfig:
 
     def absolute(text: Any) -> Any:
         # A grader, template or shipped model keeps its meaning beside a file of its name.
-        if not isinstance(text, str) or text in {*GRADERS, *SHIPPED, "chat", "r1"}:
+        if not isinstance(text, str) or text in {*GRADERS, *SHIPPED, *shipped_templates()}:
             return text
         file, colon, name = text.rpartition(":") if ".py:" in text else (text, "", "")
         return f"{Path(file).absolute()}{colon}{name}" if Path(file).exists() else text
@@ -355,7 +363,11 @@ class Resolved:
 
     def room(self, architecture: Any) -> Room:
         """What the model can read of a training prompt."""
-        return _room(architecture, self.sampling.max_tokens)
+        room, template = _room(architecture, self.sampling.max_tokens), self.template
+        if template.answer is None:
+            return room
+        # A token has a byte at least; encoding the stop apart makes a trace longer by its bytes at most.
+        return replace(room, glue=len(f"{template.stop}{template.glue}".encode()))
 
     def open_turn_end(self, tokenizer: Any, end_ids: frozenset[int]) -> TurnEnd | None:
         """The end of an answer's turn in the chat template, where training samples completions that go on behind it."""
@@ -411,13 +423,17 @@ class Resolved:
             check_lengths(task.test, self.template, tokenizer, architecture, self.eval_sampling.max_tokens)
         some = self.task.train[:: math.ceil(len(self.task.train) / CHECKED_PROMPTS)]
         room = self.room(architecture)
-        complaints = [c for e in some if (c := room.complaint(prompt_group(e, self.template, tokenizer)))]
+        complaints = [
+            c
+            for e in some
+            if (c := self.template.complaint(e) or room.complaint(prompt_group(e, self.template, tokenizer)))
+        ]
         if len(complaints) == len(some):
             raise UserError(complaints[0])
         if complaints:
             return [
                 f"{len(complaints)} of {len(some)} training prompts that were looked at leave no room for a completion "
-                f"and are skipped when drawn; {complaints[0]}"
+                f"or hold a tag and are skipped when drawn; {complaints[0]}"
             ]
         return []
 
@@ -430,19 +446,22 @@ class Survey:
     rewarded: bool
     without_completions: str | None
     unanswered: int
+    without_answer: str | None
 
     @classmethod
     def of(cls, examples: Sequence[Example]) -> Survey:
-        """Fingerprint, whether any row brings rewards, the id of the first row without completions, rows without answer."""
+        """One pass over the rows; the first of a kind by its id."""
         digest = hashlib.blake2b(digest_size=16)
-        rewarded, without, unanswered = False, None, 0
+        rewarded, without, unanswered, empty = False, None, 0, None
         for example in examples:
             digest.update(_CANONICAL.encode(vars(example)).encode())
             rewarded = rewarded or example.rewards is not None
             if without is None and not example.completions:
                 without = example.id
             unanswered += example.answer is None
-        return cls(digest.hexdigest(), rewarded, without, unanswered)
+            if empty is None and not (example.answer or "").strip():
+                empty = example.id
+        return cls(digest.hexdigest(), rewarded, without, unanswered, empty)
 
 
 def resolve(config: RunConfig, function: Callable[..., object] | None = None) -> Resolved:
@@ -461,6 +480,11 @@ def resolve(config: RunConfig, function: Callable[..., object] | None = None) ->
     template = load_template(getattr(config.task, "template", None) or algorithm.template)
     _check_needs(config, template)
     survey = Survey.of(task.train)
+    if template.reads_answer and survey.without_answer is not None:
+        raise UserError(
+            f"task: example {survey.without_answer!r} has no answer or an empty one, and the template {template.name} "
+            "shows or appends it; leave such rows out (task.filter, or the file)"
+        )
     given = read_given(rollout.file.path, task.train) if rollout.file else {}
     fingerprints = {"the task's training rows": survey.fingerprint, "the prompt template": _digest(vars(template))}
     if given:
@@ -474,6 +498,11 @@ def resolve(config: RunConfig, function: Callable[..., object] | None = None) ->
         task = replace(task, notes=[*task.notes, note])
     benchmarks = _benchmarks(eval_, task)
     task = replace(task, notes=[*task.notes, *_seen_in_training(task.train, benchmarks)])
+    if rollout.stop and template.answer is not None:
+        raise UserError(
+            f"rollout.stop: the template {template.name} ends a completion at {template.stop!r}, behind which the answer "
+            "is scored; leave it out"
+        )
     stop = (*rollout.stop, *([template.stop] if template.stop else []))
     return Resolved(
         config,
@@ -728,6 +757,7 @@ def build(resolved: Resolved, screen: Screen) -> Run:
         passes=config.optimizer.passes,
         reference=reference_model(config),
         same_temperature=config.rollout.temperature == config.engine.logprob_temperature,
+        likelihood=config.reward.likelihood if isinstance(config.reward, LikelihoodReward) else None,
         max_regenerations=config.rollout.max_regenerations,
         eval_every=config.eval.every,
         checkpoint_every=config.checkpoint.every,
@@ -868,7 +898,8 @@ def _check_needs(config: RunConfig, template: Template) -> None:
     names = [score.name for score in (*algorithm.frozen, *algorithm.trained)]
     if len(set(names)) < len(names):
         raise UserError(f"algorithm: two scores have one name: {', '.join(names)}")
-    for score in (*algorithm.frozen, *algorithm.trained):
+    own = (*algorithm.frozen, *algorithm.trained)
+    for score in (*own, LIKELIHOOD) if isinstance(config.reward, LikelihoodReward) else own:
         quantity = score.quantity if isinstance(score.quantity, str) else score.quantity[0]
         if quantity not in QUANTITIES:
             raise UserError(
@@ -886,7 +917,10 @@ def _check_needs(config: RunConfig, template: Template) -> None:
                 "tokens only; use teacher.model"
             )
         if (score.tokens != "sampled" or score.per == "example") and template.answer is None:
-            raise UserError(f"task.template: {template.name} appends no answer, which the score {score.name!r} reads")
+            raise UserError(
+                f"task.template: {template.name} appends no answer, which the score {score.name!r} reads; think does, "
+                "or a template of your own with the key answer"
+            )
     if isinstance(config.teacher, TeacherServer) and "mixed" in algorithm.sources:
         raise UserError(
             "teacher.url: the algorithm samples single tokens from teacher and policy together, which a server does not "
@@ -941,6 +975,8 @@ def _rewards(
         raise UserError(f"reward: would be ignored, {source}; leave it out")
     grader = build_reward(task.grader) if task.grader is not None else None
     reward = None
+    if isinstance(config.reward, LikelihoodReward):
+        own = True
     if algorithm.needs_reward and not own and not given:
         spec, device = function or config.reward, config.engine.device
         reward = task_reward(spec, task, "reward", device) if config.reward is not None else grader

@@ -18,7 +18,7 @@ from covary.models.loading import SHIPPED, load_config, load_generation_config, 
 from covary.prompts import prompt_group
 from covary.rewards import GRADERS, Grader, build_reward
 from covary.rollout.transformers import end_ids
-from covary.settings import Checkpoint, JudgeReward, Log, RewardModel, Teacher
+from covary.settings import Checkpoint, JudgeReward, LikelihoodReward, Log, RewardModel, Teacher
 from covary.tasks.task import Task
 from covary.train import planned_steps
 from covary.types import Example, RunError, UserError
@@ -122,6 +122,8 @@ def _gold(resolved: Resolved) -> Iterator[str]:
     answered = (example for example in chain(task.test, task.train) if example.answer is not None)
     examples: list[Example] = list(islice(answered, GRADED))
     custom = config.reward if config.algorithm.needs_reward else config.eval.reward
+    if isinstance(custom, LikelihoodReward):
+        custom = config.eval.reward  # the reference answer's own likelihood is no verdict on it
     if not examples or (task.grader is None and custom is None):
         yield "reference answers: none, or nothing to grade them with"
         return

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
@@ -348,7 +349,10 @@ def _task(name: str, data_dir: Path | None, limit: int | None, template: str | N
             "stop": config.rollout.stop,
             "seed": config.seed,
         }
-        return config.task, limits, config.eval.reward or config.reward
+        task = config.task
+        if getattr(task, "template", "") is None:  # the prompts that the recipe's own run has
+            task = replace(task, template=config.algorithm.template)
+        return task, limits, config.eval.reward or config.reward
     from covary.tasks import BENCHMARKS, TASKS, Benchmark, all_of_reasoning_gym
 
     for family, endings in (("jsonl", (".jsonl", ".json")), ("parquet", (".parquet",))):
@@ -400,6 +404,7 @@ def _rewards() -> list[str]:
         "path/to/file.py:function: your own",
         "{model: NAME}: a reward model",
         "{judge: {model: NAME}}: a language model that compares with the reference answer",
+        "{likelihood: KIND}: the policy's own likelihood of the reference answer (sum, mean, prob, geo, mean_prob)",
     ]
 
 

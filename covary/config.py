@@ -38,6 +38,7 @@ from covary.settings import (
     Engine,
     Eval,
     JudgeReward,
+    LikelihoodReward,
     Log,
     Model,
     Optimizer,
@@ -64,8 +65,8 @@ class RunConfig:
         epochs: times that the training prompts are gone through.
         model: the policy to start from.
         task: an instance of one of `covary.tasks.TASKS`.
-        reward: training reward: a grader by name, `path/to/file.py:name`, a reward model or a judge. None: the task's
-            own grader.
+        reward: training reward: a grader by name, `path/to/file.py:name`, a reward model, a judge, or the
+            likelihood of the reference answer. None: the task's own grader.
         algorithm: an instance of one of `covary.algorithms.ALGORITHMS`.
         rollout: how completions are made.
         optimizer: AdamW, and how a rollout is cut into updates.
@@ -84,7 +85,7 @@ class RunConfig:
     epochs: PositiveFloat | None = None
     model: Model = field(default_factory=Model)
     task: Any
-    reward: Text | RewardModel | JudgeReward | None = None
+    reward: Text | RewardModel | JudgeReward | LikelihoodReward | None = None
     algorithm: Algorithm
     rollout: Rollout = field(default_factory=Rollout)
     optimizer: Optimizer = field(default_factory=Optimizer)

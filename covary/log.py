@@ -171,6 +171,7 @@ class RunLog:
                         "reward": reward,
                         "weight": completion.weight,
                         "source": completion.source,
+                        **({"context": completion.context} if len(group.contexts) > 1 else {}),
                         "finish": completion.finish,
                         "tokens": completion.sampled_length,
                     }

@@ -91,7 +91,8 @@ def update_metrics(
         if model in ("old", "initial") and twin is not None:
             # Samples come from the old policy: KL(old || policy); KL(policy || initial) as usual.
             d = scores[twin.name] - batch[score.name]
-            metrics[f"kl/{model}"] = float(k3(-d if model == "old" else d)[batch.mask].mean())
+            # A method may read the policy under several prompts: the first that it names is meant.
+            metrics.setdefault(f"kl/{model}", float(k3(-d if model == "old" else d)[batch.mask].mean()))
     return metrics, weights.tolist()
 
 

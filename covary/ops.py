@@ -6,7 +6,9 @@ included: they are selected away with `where`, never multiplied by zero (math: 0
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -14,6 +16,9 @@ from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped here before `exp` (as verl does): e^20 is far outside every clip range and finite."""
+
+Likelihood = Literal["sum", "mean", "prob", "geo", "mean_prob"]
+"""What is made of the log-probs of a reference answer's tokens, see `likelihood`."""
 
 
 def masked_sum(x: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, " B"]:
@@ -178,3 +183,101 @@ def k3(log_ratio: Float[Tensor, "*S"]) -> Float[Tensor, "*S"]:
     """
     d = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return torch.expm1(-d) + d
+
+
+def log_mixture(p: Float[Tensor, "*S"], q: Float[Tensor, "*S"], weight: float) -> Float[Tensor, "*S"]:
+    """log(weight exp(p) + (1 - weight) exp(q)) of log-probs, without leaving the logarithm."""
+    parts = [math.log(w) if w > 0 else -math.inf for w in (weight, 1 - weight)]
+    return torch.logaddexp(p + parts[0], q + parts[1])
+
+
+def likelihood(logps: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], kind: Likelihood) -> Float[Tensor, " B"]:
+    """A reference answer's likelihood from the log-probs of its tokens; NaN for a row without answer tokens.
+
+    Args:
+        logps: log-probs, in nats.
+        mask: the answer's tokens.
+        kind: `sum` log p(y), in nats (the ELBO's); `mean` of the tokens' log-probs; `prob` p(y); `geo` the geometric and
+            `mean_prob` the arithmetic mean of the tokens' probabilities (RLPR: the latter is robust to one rare token).
+    """
+    length = mask.sum(-1)
+    total = masked_sum(logps, mask)
+    mean = total / length.clamp(min=1)
+    values = {
+        "sum": lambda: total,
+        "mean": lambda: mean,
+        "prob": total.exp,
+        "geo": mean.exp,
+        "mean_prob": lambda: masked_mean(logps.exp(), mask),
+    }
+    return torch.where(length > 0, values[kind](), torch.nan)
+
+
+def fill_with_least(x: Float[Tensor, " B"], group: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
+    """NaN replaced by the smallest number of the row's group, and by that of all rows in a group of nothing but NaN.
+
+    So the rows of such a group are equal, and nothing is learned from their differences.
+    """
+    num_groups = int(group.max()) + 1 if group.numel() else 0
+    known = torch.where(x.isnan(), torch.inf, x)
+    least = x.new_full((num_groups,), torch.inf).scatter_reduce(0, group, known, "amin")
+    least = torch.where(least.isinf(), least.amin() if num_groups else torch.inf, least)
+    return torch.where(x.isnan(), torch.where(least.isinf(), torch.nan, least)[group], x)
+
+
+def group_logsumexp(x: Float[Tensor, " B"], group: Int[Tensor, " B"]) -> Float[Tensor, " G"]:
+    """Log sum exp over the rows of each group; -inf for a group without rows."""
+    num_groups = int(group.max()) + 1 if group.numel() else 0
+    top = x.detach().new_full((num_groups,), -torch.inf).scatter_reduce(0, group, x.detach(), "amax")
+    top = torch.where(top.isfinite(), top, 0.0)
+    return top + group_sum((x - top[group]).exp(), group).log()
+
+
+def row_surrogate(
+    log_ratio: Float[Tensor, "B T"],
+    advantage: Float[Tensor, " B"],
+    mask: Bool[Tensor, "B T"],
+    low: float,
+    high: float,
+) -> Float[Tensor, " B"]:
+    """`clipped_surrogate` of one advantage per row, averaged over the row's tokens (GRPO's aggregation)."""
+    return masked_mean(clipped_surrogate(log_ratio, advantage.unsqueeze(-1), low, high), mask)
+
+
+def importance_k3(
+    log_p: Float[Tensor, "*S"], log_q: Float[Tensor, "*S"], log_den: Float[Tensor, "*S"]
+) -> Float[Tensor, "*S"]:
+    """W (u - 1 - log u) >= 0 with w = p / den, u = q / p: its mean over samples of den is KL(p || q).
+
+    With p and q live and den not, its mean gradient is that of the KL too; with a live den it is not. expm1, because
+    u - 1 - log u cancels to 0 in float32 near u = 1.
+    """
+    log_u = log_q - log_p
+    return ratio(log_p - log_den) * (torch.expm1(log_u.clamp(max=MAX_LOG_RATIO)) - log_u)
+
+
+def added_to_bound(s: Float[Tensor, " B"], group: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
+    """What each row adds to log(mean exp s) of its group: with it, less without it; 0 for a group of one."""
+    size = group_size(group)[group].to(s.dtype)
+    others = torch.full_like(s, -torch.inf)
+    for g in range(int(group.max()) + 1 if group.numel() else 0):
+        # Taken row by row: with one dominant row, whole minus row would cancel to nothing.
+        rows = (group == g).nonzero().squeeze(1)
+        without = s[rows].repeat(len(rows), 1).fill_diagonal_(-torch.inf)
+        others[rows] = without.logsumexp(-1)
+    added = (group_logsumexp(s, group)[group] - size.log()) - (others - (size - 1).clamp(min=1).log())
+    return torch.where(size > 1, added, 0.0)
+
+
+def above_baseline(
+    x: Float[Tensor, " B"], of_baseline: Bool[Tensor, " B"], group: Int[Tensor, " B"]
+) -> Float[Tensor, " B"]:
+    """How far each row lies above the mean of its group's baseline rows, at least 0; a row of NaN gets 0.
+
+    NaN for a group whose baseline has no number.
+    """
+    known = of_baseline & ~x.isnan()
+    count = group_sum(known.to(x.dtype), group)
+    baseline = group_sum(torch.where(known, x, 0.0), group) / count  # 0 / 0 is NaN
+    above = torch.where(x.isnan(), 0.0, (x - baseline[group]).clamp(min=0))
+    return torch.where((count > 0)[group], above, torch.nan)

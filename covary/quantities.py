@@ -59,10 +59,27 @@ def jsd(
     return beta * kl(p, m, tokens) + (1 - beta) * kl(q, m, tokens)
 
 
+def prob(logps: Float[Tensor, "N V"], tokens: Int[Tensor, " N"]) -> Float[Tensor, " N"]:
+    """Probability of the token itself, in [0, 1]."""
+    return logp(logps, tokens).exp()
+
+
+def mixture_kl(
+    weight: float, p: Float[Tensor, "N V"], q: Float[Tensor, "N V"], tokens: Int[Tensor, " N"]
+) -> Float[Tensor, " N"]:
+    """Exact KL(m || p) of the mixture m = weight p + (1 - weight) q, 0 < weight < 1; inf where p lacks a token of q."""
+    neither = torch.isneginf(p) & torch.isneginf(q)  # logaddexp has no gradient there
+    a, b = (torch.where(neither, 0.0, x) for x in (p, q))
+    mixture = torch.logaddexp(a + math.log(weight), b + math.log1p(-weight))
+    return kl(torch.where(neither, -torch.inf, mixture), p, tokens)
+
+
 QUANTITIES: dict[str, Callable[..., Tensor]] = {
     "logp": logp,
+    "prob": prob,
     "entropy": entropy,
     "kl": kl,
     "tempered_kl": tempered_kl,
     "jsd": jsd,
+    "mixture_kl": mixture_kl,
 }

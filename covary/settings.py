@@ -193,6 +193,14 @@ class JudgeReward:
 
 
 @dataclass(frozen=True)
+class LikelihoodReward:
+    """A reward without a verifier: how likely the policy finds the reference answer behind what it sampled."""
+
+    likelihood: Literal["sum", "mean", "prob", "geo", "mean_prob"]
+    """Of the answer's tokens: summed or mean log-probs; their probability, or its geometric or arithmetic mean."""
+
+
+@dataclass(frozen=True)
 class Teacher:
     """The model that a distillation method learns from, in this process."""
 

@@ -26,14 +26,17 @@ from covary.doctor import Doctor
 from covary.evaluate import Evaluator, errors, grade
 from covary.log import RunLog, Screen, step_line, summary
 from covary.metrics import Clock, is_policy_logp, rollout_metrics, sampling_kl, score_watched, update_metrics
+from covary.ops import Likelihood, fill_with_least, likelihood
 from covary.prompts import Room, Template, prompt_group
 from covary.rewards import Reward
-from covary.rollout.pieces import append_answers
+from covary.rollout.pieces import FAULTS, append_answers, fault
 from covary.seeding import derive_seed
 from covary.stop import Stop
 from covary.trackers import Tracker
 from covary.types import Completion, Example, Group, RunError, Sampling, Score, Stream
 
+LIKELIHOOD = Score("likelihood", Stream("old"), tokens="answer", early=True)
+"""What `reward: {likelihood: ...}` reads."""
 MAX_SKIPPED = 3
 """Updates in a row without a finite loss and gradient, after which a run stops."""
 
@@ -101,6 +104,7 @@ class Run:
         passes: passes over a rollout.
         reference: what the stream `reference` means, `old` or `initial`.
         same_temperature: rollouts and scores use one temperature, so live scores watch the sampler.
+        likelihood: the reward is this of the reference answer behind a completion; None: it is another.
         reduce: sum over ranks.
         recipe: stored in every checkpoint; a resume compares it.
         fingerprints: of what the recipe names and a resume must find again, by what a person calls it; likewise.
@@ -128,6 +132,7 @@ class Run:
     passes: int = 1
     reference: str = "old"
     same_temperature: bool = True
+    likelihood: Likelihood | None = None
     reduce: Reduce = one_process
     max_regenerations: int = 4
     eval_every: int | None = None
@@ -247,6 +252,8 @@ def train_step(run: Run, sampler: Sampler, progress: Progress, log: RunLog) -> d
         "groups/singleton",
         "groups/deselected",
         "updates/skipped",
+        *(["prompts/tagged"] if run.template.tags else []),
+        *([f"traces/{name}" for name in FAULTS] if run.template.answer is not None else []),
     )
     count = dict.fromkeys(names, 0.0)
     step = progress.step + 1
@@ -295,7 +302,9 @@ def collect(
             prompts = draw_prompts(run, sampler, missing, count)
             groups = generate(run, prompts, progress, draw)
         everything += groups
+        _count_faults(run, groups, count)
         early = [score for score in run.algorithm.frozen if score.early]
+        early += [LIKELIHOOD] if run.likelihood is not None else []
         with clock("score"):
             attach(groups, run.engine.score(groups, early) if early and groups else {})
         with clock("reward"):
@@ -321,13 +330,17 @@ def collect(
 
 
 def draw_prompts(run: Run, sampler: Sampler, wanted: int, count: dict[str, float]) -> list[Group]:
-    """The next `wanted` prompts, encoded. Those that leave no room for a completion are skipped and counted.
+    """The next `wanted` prompts, encoded. Those that leave no room for a completion, or hold a tag, are skipped and counted.
 
     `api.py` has found one that does, so this ends.
     """
     prompts: list[Group] = []
     while len(prompts) < wanted:
         for example in sampler.draw(wanted - len(prompts)):
+            if (tagged := run.template.complaint(example)) is not None:
+                count["prompts/tagged"] += 1
+                _warn_once(run, "tagged", f"rows whose text would be read as markup are skipped; {tagged}")
+                continue
             group = prompt_group(example, run.template, run.tokenizer)
             complaint = run.room.complaint(group)
             if complaint is None:
@@ -427,6 +440,14 @@ def _prepare(run: Run, batch: Batch) -> dict[str, Tensor]:
     return run.algorithm.prepare(early, run.reduce)
 
 
+def _count_faults(run: Run, groups: list[Group], count: dict[str, float]) -> None:
+    """Traces that lack the template's form, where it has one; the algorithm decides what they mean."""
+    if run.template.answer is not None:
+        for completion in rows_of(groups):
+            if (found := fault(completion, run.template)) is not None:
+                count[f"traces/{found}"] += 1
+
+
 # -- rows that leave -------------------------------------------------------------------------------------
 
 
@@ -478,7 +499,10 @@ def _refuse_broken(run: Run, batch: Batch, step: int) -> None:
 
 def _warn_unscorable(run: Run, errors: list[str], count: dict[str, float], rows: int) -> None:
     unscorable = int(count["rows/unscorable"])
-    reason = errors[0] if errors else "the reward gave None or NaN"
+    silent = "the reward gave None or NaN"
+    if run.template.answer is not None:
+        silent += f" (an answer is scored behind a completion that ends with {run.template.stop!r})"
+    reason = errors[0] if errors else silent
     if errors and unscorable == rows:
         raise RunError(f"no completion of this step could be scored; the first reason: {reason}")
     if unscorable:
@@ -513,7 +537,7 @@ def _warn_once(run: Run, what: str, text: str) -> None:
 
 
 def _reward(run: Run, groups: list[Group], count: dict[str, float]) -> list[str]:
-    """Rewards from the data, from the algorithm's own early scores, or from the grader, in this order.
+    """Rewards from the data, from early scores, or from the grader, in this order.
 
     Returns:
         Why rows have none.
@@ -521,8 +545,8 @@ def _reward(run: Run, groups: list[Group], count: dict[str, float]) -> list[str]
     if not groups or all(group.rewards is not None for group in groups):
         return []
     own = None
-    if _overrides(run.algorithm, "reward"):
-        own = run.algorithm.reward(collate(groups, run.sampling.max_tokens))
+    if run.likelihood is not None or _overrides(run.algorithm, "reward"):
+        own = _own_reward(run, collate(groups, run.sampling.max_tokens))
     if own is None:
         if run.reward is None:
             return []
@@ -537,6 +561,13 @@ def _reward(run: Run, groups: list[Group], count: dict[str, float]) -> list[str]
     for group in groups:
         group.rewards = [value if math.isfinite(value) else None for value in (next(values) for _ in group.completions)]
     return []
+
+
+def _own_reward(run: Run, batch: Batch) -> Tensor | None:
+    """Rewards made of scores. A completion behind which no answer could be scored gets its group's least."""
+    if run.likelihood is None:
+        return run.algorithm.reward(batch)
+    return fill_with_least(likelihood(batch["likelihood"], batch.answer_mask, run.likelihood), batch.group)
 
 
 def _overrides(algorithm: Algorithm, hook: str) -> bool:

@@ -43,6 +43,7 @@ SECTIONS: dict[str, type] = {
 }
 REWARDS: dict[str, tuple[str, type]] = {
     "Reward models": ("reward", settings.RewardModel),
+    "Likelihood of the answer": ("reward", settings.LikelihoodReward),
     "Judges": ("reward.judge", settings.Judge),
     "Servers of judges": ("reward.judge.server", settings.JudgeServer),
     "Teachers in this process": ("teacher", settings.Teacher),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from covary.quantities import QUANTITIES, entropy, jsd, kl, logp, tempered_kl
+from covary.quantities import QUANTITIES, entropy, jsd, kl, logp, mixture_kl, prob, tempered_kl
 
 INF = float("inf")
 
@@ -182,3 +182,22 @@ def test_names() -> None:
     assert QUANTITIES["kl"] is kl
     assert QUANTITIES["jsd"] is jsd
     assert QUANTITIES["tempered_kl"] is tempered_kl
+
+
+def test_prob_is_the_tokens_probability() -> None:
+    assert prob(logs([0.7, 0.2, 0.1]), torch.tensor([1])).item() == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("weight", [0.1, 0.5, 0.9])
+def test_mixture_kl(weight: float) -> None:
+    p, q = logs([0.7, 0.2, 0.1], [0.5, 0.5, 0.0]), logs([0.2, 0.5, 0.3], [0.1, 0.9, 0.0])
+    mixture = (weight * p.exp() + (1 - weight) * q.exp()).log()
+    torch.testing.assert_close(mixture_kl(weight, p, q, tokens(2)), kl(mixture, p, tokens(2)), rtol=0, atol=1e-12)
+    assert mixture_kl(weight, p, p, tokens(2)).tolist() == pytest.approx([0.0, 0.0], abs=1e-12)
+    leaves = [x.clone().requires_grad_() for x in (p, q)]
+    grads = torch.autograd.grad(mixture_kl(weight, *leaves, tokens(2)).sum(), leaves)
+    assert all(grad.isfinite().all() for grad in grads)  # a token that neither can produce
+
+
+def test_mixture_kl_is_infinite_where_the_prior_lacks_a_token() -> None:
+    assert mixture_kl(0.5, logs([1.0, 0.0]), logs([0.5, 0.5]), tokens(1)).item() == INF

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from covary.algorithms import ALGORITHMS
+from covary.batch import Algorithm
 from covary.cli import app
 from covary.config import RunConfig, load_recipe, reads_teacher, updates_per_rollout, validate
 from covary.rewards import Grader, build_reward
@@ -21,6 +23,7 @@ RECIPES = Path(__file__).parent.parent / "recipes"
 SMALL = sorted(RECIPES.glob("*.yaml"))
 PAPER = sorted((RECIPES / "paper").glob("*.yaml"))
 ROWS = 40
+WITHOUT_VERIFIER = [name for name, cls in ALGORITHMS.items() if cls.reward is not Algorithm.reward]
 
 
 def load(path: Path) -> RunConfig:
@@ -50,6 +53,11 @@ def data(shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         for i in range(ROWS)
     ]
     write(tmp_path / "data" / "tldr_samples.jsonl", summaries)
+    lines = (shared / "data" / "webinstruct" / "train_600.jsonl").read_text(encoding="utf-8").splitlines()
+    web = [json.loads(line) for line in lines[:ROWS]]
+    general = [{"question": row["question"], "answer": row["reference"], "category": "Business"} for row in web]
+    mathematics = [{"question": row["problem"], "answer": row["answer"], "category": "Mathematics"} for row in rows[:5]]
+    write(tmp_path / "data" / "webinstruct_verified.jsonl", general + mathematics)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -112,9 +120,10 @@ def test_without_its_data_a_papers_recipe_is_a_mistake(
 
 
 def test_every_algorithm_has_a_recipe_of_either_kind() -> None:
-    quickstarts = {"gvpo": RECIPES / "quickstart.yaml", "gvpo_opd": RECIPES / "distill_quickstart.yaml"}
-    other = {"quickstart", "distill_quickstart", "smollm2_reasoning_gym"}
-    of = {path.stem: path for path in SMALL if path.stem not in other} | quickstarts
+    quickstarts = {"gvpo": "quickstart", "gvpo_opd": "distill_quickstart", "covrl": "covrl_quickstart"}
+    other = {*quickstarts.values(), "smollm2_reasoning_gym"}
+    of = {path.stem: path for path in SMALL if path.stem not in other}
+    of |= {name: RECIPES / f"{stem}.yaml" for name, stem in quickstarts.items()}
     assert set(of) == set(ALGORITHMS)
     assert {path.stem for path in PAPER} == {*ALGORITHMS, "gvpo_tldr", "gvpo_opd_same_tokens"}
     for name, cls in ALGORITHMS.items():
@@ -128,6 +137,32 @@ def test_a_shipped_recipes_name_is_its_path(capsys: pytest.CaptureFixture[str]) 
     expected = {path.stem: path for path in SMALL} | {f"paper/{path.stem}": path for path in PAPER}
     assert {name: Path(path) for name, path in named.items()} == expected
     assert "60 steps of 64 prompts" in check(Path("grpo"), capsys)  # not the paper's
+
+
+def test_small_recipes_without_a_verifier_differ_in_the_method_only() -> None:
+    """Task, model, budget and learning rate are those of covrl_quickstart; no recipe names a reward."""
+    first = load(RECIPES / "covrl_quickstart.yaml")
+    own = [(path, load(path)) for path in SMALL if load(path).model.name == "tiny_think"]
+    assert {path.stem for path, _ in own} == {"covrl_quickstart", *WITHOUT_VERIFIER} - {"covrl"}
+    for path, config in own:
+        same = ("seed", "steps", "model", "engine", "eval", "checkpoint", "rollout", "reward", "reference")
+        assert [getattr(config, key) for key in same] == [getattr(first, key) for key in same], path.stem
+        assert replace(config.task, template=None) == first.task
+        assert config.optimizer.lr == first.optimizer.lr
+        assert updates_per_rollout(config) == (1 if path.stem in {"latro", "jlb", "verifree"} else 4)
+
+
+@pytest.mark.parametrize("name", WITHOUT_VERIFIER)
+def test_the_setting_of_covrls_paper(name: str) -> None:
+    """Section 3.1, written out."""
+    config = load(RECIPES / "paper" / f"{name}.yaml")
+    assert config.model.name == "Qwen/Qwen2.5-7B"
+    rollout, optimizer = config.rollout, config.optimizer
+    assert (rollout.prompts, rollout.completions, rollout.max_tokens, rollout.temperature) == (192, 8, 2048, 1.0)
+    assert (optimizer.lr, optimizer.warmup, optimizer.schedule) == (1e-6, 64, "cosine")
+    assert config.task.filter == {"category": {"not": "Mathematics"}}
+    assert config.algorithm == ALGORITHMS[name]()
+    assert config.reward is None
 
 
 def test_small_recipes_differ_in_the_method_only() -> None:
@@ -185,7 +220,7 @@ def test_the_papers_setting_of_distillation(name: str, teacher: str, algorithm: 
     [
         path.stem
         for path in PAPER
-        if path.stem not in ("sft", "dpo", "gvpo_tldr") and not reads_teacher(load(path).algorithm)
+        if path.stem not in ("sft", "dpo", "gvpo_tldr", *WITHOUT_VERIFIER) and not reads_teacher(load(path).algorithm)
     ],
 )
 def test_the_papers_setting(name: str) -> None:

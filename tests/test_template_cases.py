@@ -11,7 +11,7 @@ from covary.collate import collate
 from covary.engines.local import LocalEngine
 from covary.prompts import load_template, prompt_group
 from covary.rollout.dataset import DatasetRollout
-from covary.rollout.pieces import append_answers
+from covary.rollout.pieces import append_answers, fault
 from covary.types import Completion, Example, Group, Request, Sampling, Score
 from tests.models import random_llama
 
@@ -42,6 +42,22 @@ def test_t02_an_end_token_that_is_the_pad_token_is_learned_from() -> None:
         with torch.no_grad():
             logps = model(ids).logits.log_softmax(-1)[0, 2:-1].gather(-1, ids[0, 3:, None])[:, 0]
         torch.testing.assert_close(score, logps, rtol=0, atol=1e-5)
+
+
+def test_t05_one_think_block_where_the_template_opened_it() -> None:
+    """Traces as the sampler cuts them, at the first closing tag; what follows it is not sampled but given."""
+    template = load_template("think")
+    completions = {
+        "First, 2 plus 2.\n</think>\n<answer>4</answer>": True,  # the prompt opened the tag
+        "<think>2+2</think>\n<answer>4</answer>": False,  # it is opened twice
+        "a</think>\n<answer>1</answer>": True,
+        "a<think>b</think><answer>1</answer>": False,
+        "<answer>1</answer>": False,  # never closed
+    }
+    for text, well_formed in completions.items():
+        trace, tag, _ = text.partition("</think>")
+        row = Completion([1], trace, "stop_string" if tag else "eos")
+        assert (fault(row, template) is None) == well_formed, text
 
 
 def test_t04_pieces_are_encoded_apart_and_sampled_ids_are_kept() -> None:

@@ -21,7 +21,7 @@ from covary.scoring.chunked import project
 from covary.types import UserError
 
 FINGERPRINT_ENTRIES = 4096  # of each tensor
-SHIPPED = ("tiny", "tiny_student", "tiny_teacher", "tiny_teacher_bytes")
+SHIPPED = ("tiny", "tiny_student", "tiny_teacher", "tiny_teacher_bytes", "tiny_think")
 HEAD_TOLERANCE = 1e-3  # nats; float32 rounding stays far below, another logit transformation far above
 
 

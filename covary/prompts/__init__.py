@@ -7,12 +7,15 @@ A template is a YAML file that declares its pieces:
     stop: "</think>"     # optional: what ends a sampled trace
     glue: "\n<answer>"   # optional: fixed tokens between the trace and the reference answer
     answer: "{answer}</answer>"   # optional: the reference answer, appended and scored after the trace
+    tags: [<think>, </think>, <answer>, </answer>]   # optional: marks that are always encoded alone, never merged with
+                         # what stands beside them, and that neither data nor traces may hold
 
 Shipped templates lie beside this file; a recipe may name a path.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -22,9 +25,9 @@ from typing import Any
 import yaml
 from jinja2 import TemplateError
 
-from covary.types import Example, Group, UserError
+from covary.types import Example, Group, Prompt, UserError
 
-_KEYS = ("contexts", "stop", "glue", "answer")
+_KEYS = ("contexts", "stop", "glue", "answer", "tags")
 
 
 @dataclass(frozen=True)
@@ -36,8 +39,32 @@ class Template:
     stop: str | None = None
     glue: str = ""
     answer: str | None = None
+    tags: tuple[str, ...] = ()
     others: Mapping[str, Callable[[Example], list[int]]] = field(default_factory=dict)
     """Contexts that another model reads, such as a teacher: what renders them."""
+
+    def encode(self, text: str, tokenizer: Any, start: bool = False) -> list[int]:
+        """Token ids of a text, every tag encoded alone; with the tokenizer's start token where `start`."""
+        longest_first = "|".join(re.escape(tag) for tag in sorted(self.tags, key=len, reverse=True))
+        pieces = [piece for piece in re.split(f"({longest_first})", text) if piece] if self.tags else [text]
+        ids = [tokenizer.encode(piece, add_special_tokens=start and i == 0) for i, piece in enumerate(pieces)]
+        return [id for own in ids for id in own]
+
+    @property
+    def reads_answer(self) -> bool:
+        """Whether it shows the reference answer or appends it."""
+        return self.answer is not None or any("{answer}" in form for form in self.contexts.values())
+
+    def tag_in(self, *texts: str | None) -> str | None:
+        """The first tag that one of the texts holds."""
+        return next((tag for text in texts for tag in self.tags if text and tag in text), None)
+
+    def complaint(self, example: Example) -> str | None:
+        """Why the example's question or answer would be read as markup; None where it would not."""
+        tag = self.tag_in(example.answer, *_texts(example.prompt))
+        if tag is None:
+            return None
+        return f"example {example.id!r}: its text holds {tag}, which is a mark of the template {self.name}"
 
 
 def shipped_templates() -> list[str]:
@@ -70,14 +97,22 @@ def load_template(name: str) -> Template:
         raise UserError(f"template {path}: unknown key {unknown[0]!r}; valid keys: {', '.join(_KEYS)}")
     texts = {
         **{f"contexts.{key}": value for key, value in contexts.items()},
-        **{k: data[k] for k in _KEYS[1:] if k in data},
+        **{k: data[k] for k in ("stop", "glue", "answer") if k in data},
+        **{f"tags, item {i}": tag for i, tag in enumerate(_listed(data.get("tags", []), path), 1)},
     }
     for key, value in texts.items():
         if not isinstance(value, str) or not value:
             raise UserError(f"template {path}: {key} takes text, got {value!r}")
     if "answer" in data and "stop" not in data:
         raise UserError(f"template {path}: `answer` follows a trace that ended at `stop`, which is missing")
-    return Template(name, contexts, data.get("stop"), data.get("glue", ""), data.get("answer"))
+    pieces = (data.get("stop"), data.get("glue", ""), data.get("answer"))
+    return Template(name, contexts, *pieces, tags=tuple(data.get("tags", [])))
+
+
+def _listed(value: Any, path: Path) -> list[Any]:
+    if not isinstance(value, list):
+        raise UserError(f"template {path}: tags takes a list of texts, got {value!r}")
+    return value
 
 
 def prompt_group(example: Example, template: Template, tokenizer: Any) -> Group:
@@ -88,13 +123,13 @@ def prompt_group(example: Example, template: Template, tokenizer: Any) -> Group:
             the answer a context needs, or a prompt of no tokens.
     """
     contexts = {
-        name: _encode(example, form, tokenizer, where=f"example {example.id!r}, context {name!r}")
+        name: _encode(example, form, template, tokenizer, where=f"example {example.id!r}, context {name!r}")
         for name, form in template.contexts.items()
     }
     contexts |= {name: render(example) for name, render in template.others.items()}
     answer = None
     if template.answer is not None and example.answer is not None:
-        answer = tokenizer.encode(fill(template.answer, example), add_special_tokens=False)
+        answer = template.encode(fill(template.answer, example), tokenizer)
     return Group(example, contexts, answer_tokens=answer)
 
 
@@ -167,6 +202,8 @@ class Room:
     max_tokens: int = 0
     others: Mapping[str, Room] = field(default_factory=dict)
     """That of another model, by the name of the context that it reads."""
+    glue: int | None = None
+    """Tokens, at most, between a completion and the answer appended to it. None: nothing is appended."""
 
     def complaint(self, group: Group) -> str | None:
         """Why the group's prompt leaves no room for a completion; None where it does.
@@ -174,24 +211,28 @@ class Room:
         Raises:
             UserError: a token that the model does not know.
         """
+        appended = self.glue + len(group.answer_tokens or ()) if self.glue is not None else 0
         for name, ids in group.contexts.items():
             other = self.others.get(name)
             what = f"example {group.example.id!r}: its {name}"
-            complaint = self._complaint(what, ids) if other is None else other._complaint(f"{what}'s prompt", ids)
+            complaint = (
+                self._complaint(what, ids, appended) if other is None else other._complaint(f"{what}'s prompt", ids, 0)
+            )
             if complaint is not None:
                 return complaint
         return None
 
-    def _complaint(self, what: str, ids: list[int]) -> str | None:
+    def _complaint(self, what: str, ids: list[int], appended: int) -> str | None:
         if self.vocabulary is not None and max(ids) >= self.vocabulary:
             raise UserError(
                 f"{what} has token {max(ids)}, and the model knows {self.vocabulary} tokens: tokenizer and model do not "
                 "belong together"
             )
-        if self.context is not None and len(ids) + self.max_tokens > self.context:
+        if self.context is not None and len(ids) + self.max_tokens + appended > self.context:
+            behind = f" and the answer's {appended}" if appended else ""
             return (
-                f"{what} has {len(ids)} tokens, and with max_tokens {self.max_tokens} that is more than the model's "
-                f"context of {self.context}; shorten it or lower max_tokens"
+                f"{what} has {len(ids)} tokens, and with max_tokens {self.max_tokens}{behind} that is more than the "
+                f"model's context of {self.context}; shorten it or lower max_tokens"
             )
         return None
 
@@ -205,9 +246,9 @@ def fill(form: str, example: Example) -> str:
     return (example.answer or "").join(parts)
 
 
-def _encode(example: Example, form: str, tokenizer: Any, where: str) -> list[int]:
+def _encode(example: Example, form: str, template: Template, tokenizer: Any, where: str) -> list[int]:
     if form != "chat":
-        ids = tokenizer.encode(fill(form, example))
+        ids = template.encode(fill(form, example), tokenizer, start=True)
     elif isinstance(example.prompt, str):
         ids = tokenizer.encode(example.prompt)
     elif tokenizer.chat_template is None:
@@ -244,3 +285,7 @@ def _question(example: Example) -> str:
             f"got roles {[message['role'] for message in example.prompt]}"
         )
     return "\n\n".join(message["content"] for message in example.prompt)
+
+
+def _texts(prompt: Prompt) -> list[str]:
+    return [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]

@@ -51,6 +51,8 @@ class Rows:
         extract: how the answer is read from a completion before that.
         tolerance: relative difference that `numeric`, and decimals in `math` and `answer_tags`, may have; a column
             `tolerance` of a row goes first. None: the grader's own.
+        filter: column -> what it has to be, one value or several, or `{not: ...}` what it must not be. Other rows, of
+            test too, are left out unread. None: all rows.
         train: at most so many training rows (drawn by seed, kept in their order); all by default.
         test: without test rows of their own, number of questions held out of the training rows (none by
             default); with them, at most so many.
@@ -73,6 +75,7 @@ class Rows:
     grader: Literal["exact", "numeric", "math", "multiple_choice", "answer_tags"] = "math"
     extract: ExtractorName = "none"
     tolerance: float | None = None
+    filter: dict[str, Any] | None = None
     train: int | None = None
     test: int | None = None
     seed: int = 0
@@ -85,6 +88,11 @@ class Rows:
     def __post_init__(self) -> None:
         check_examples(self.examples)
         check_sizes(train=self.train, test=self.test)
+        for column, wanted in (self.filter or {}).items():
+            if isinstance(wanted, dict) and set(wanted) != {"not"}:
+                raise UserError(
+                    f"filter.{column}: takes a value, a list of them, or {{not: ...}}, got {_shown(wanted)}"
+                )
         if (self.chosen is None) != (self.rejected is None) or (
             self.chosen is not None and self.completion is not None
         ):
@@ -177,11 +185,15 @@ class Rows:
 
     def _checked(self, table: Table, form: Form, present: set[str]) -> Examples | None:
         """Every row read once. None where one has a column of a usual name that `present` lacked: it is added."""
-        questions = np.empty(len(table), np.uint64)
-        ids = np.empty(len(table), np.uint64)
+        questions = np.zeros(len(table), np.uint64)
+        ids = np.zeros(len(table), np.uint64)
         own_ids = True
-        answered = np.empty(len(table), bool)
+        answered = np.zeros(len(table), bool)
+        kept = np.zeros(len(table), bool)
         for index, row in enumerate(table):
+            if not self._wanted(row, table.where(index)):
+                continue
+            kept[index] = True
             if not (self._watched & row.keys()) <= present:
                 present |= self._watched & row.keys()
                 return None
@@ -190,8 +202,21 @@ class Rows:
             answered[index] = example.answer is not None
             own_ids = own_ids and isinstance(row.get("id"), str | int)
             ids[index] = _hash(str(row["id"])) if own_ids else 0
-        own_ids = own_ids and len(np.unique(ids)) == len(table)
-        return Examples(table, replace(form, own_ids=own_ids), np.arange(len(table)), questions, answered)
+        if not kept.any():
+            raise UserError(f"{table.source}: filter leaves none of {len(table)} rows")
+        own_ids = own_ids and len(np.unique(ids[kept])) == kept.sum()
+        everything = Examples(table, replace(form, own_ids=own_ids), np.arange(len(table)), questions, answered)
+        return everything.take(kept)
+
+    def _wanted(self, row: Row, where: str) -> bool:
+        """Whether the row passes the filter."""
+        for column, wanted in (self.filter or {}).items():
+            value = _column(row, column, f"{where}, filter")
+            negated = isinstance(wanted, dict)
+            named = wanted["not"] if negated else wanted
+            if (value in (named if isinstance(named, list) else [named])) == negated:
+                return False
+        return True
 
     @cached_property
     def _watched(self) -> set[str]:

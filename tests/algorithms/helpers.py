@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from covary.batch import Algorithm, Batch, Reduce, Scores, one_process
-from covary.types import Completion, Example, Score
+from covary.types import Completion, Example, Role, Score
 
 Ragged = Sequence[Sequence[float]]
 
@@ -34,6 +34,8 @@ def make_batch(
     learn: Sequence[bool] | None = None,
     source: Sequence[str] | None = None,
     max_tokens: int | None = None,
+    answer: Sequence[Sequence[bool]] | None = None,
+    truncated: Sequence[bool] | None = None,
 ) -> Batch:
     """A batch of ragged rows, padded to the longest; without a mask every row is one sampled token."""
     rows = len(group)
@@ -51,11 +53,11 @@ def make_batch(
     return Batch(
         tokens=torch.arange(rows * width).reshape(rows, width) % 97,
         mask=sampled,
-        answer_mask=torch.zeros_like(sampled),
+        answer_mask=torch.zeros_like(sampled) if answer is None else pad(answer, width).bool(),
         group=torch.tensor(group, dtype=torch.long),
         rewards=torch.tensor([0.0] * rows if rewards is None else rewards, dtype=torch.float64),
         learn=torch.tensor([True] * rows if learn is None else learn, dtype=torch.bool),
-        truncated=torch.zeros(rows, dtype=torch.bool),
+        truncated=torch.tensor([False] * rows if truncated is None else truncated, dtype=torch.bool),
         source=tuple(source or ["policy"] * rows),
         max_tokens=width if max_tokens is None else max_tokens,
         numbers={name: tensor(value) for name, value in (numbers or {}).items()},
@@ -124,6 +126,8 @@ class Layout:
     rewards: list[float]
     seed: int
     learn: list[bool] | None = None
+    answer: list[list[bool]] | None = None
+    truncated: list[bool] | None = None
 
     @property
     def width(self) -> int:
@@ -151,13 +155,48 @@ def with_unlearned(algorithm: Algorithm, layout: Layout) -> Layout:
     return replace(layout, group=group, mask=masks, rewards=rewards, learn=learn)
 
 
+def with_answers(algorithm: Algorithm, layout: Layout) -> Layout:
+    """The layout with 0 to 2 answer tokens behind each row, for algorithms that score answers; a row without may be cut off."""
+    if not any(score.tokens == "answer" for score in (*algorithm.frozen, *algorithm.trained)):
+        return layout
+    rng = random.Random(layout.seed)
+    lengths = [(2, 1, 0, 1)[(i + layout.seed) % 4] for i in range(len(layout.mask))]
+    return replace(
+        layout,
+        mask=[[*row, *[False] * n] for row, n in zip(layout.mask, lengths, strict=True)],
+        answer=[[False] * len(row) + [True] * n for row, n in zip(layout.mask, lengths, strict=True)],
+        truncated=[n == 0 and rng.random() < 0.5 for n in lengths],
+    )
+
+
+def features(algorithm: Algorithm, layout: Layout) -> dict[str, list[float]]:
+    """The algorithm's own numbers per row, of made-up completions in the contexts that it plans."""
+    rng, draws = random.Random(f"features {layout.seed}"), np.random.default_rng(0)
+    planned = [r for _ in range(9) for plan in algorithm.plan([Example("", "")], 4, draws) for r in plan]
+    rows = []
+    for i in range(len(layout.group)):
+        learn = layout.learn is None or layout.learn[i]
+        context = rng.choice(sorted({r.context for r in planned if r.learn == learn}))
+        roles: list[Role] = (
+            ["sampled", "answer"] if layout.answer is not None and any(layout.answer[i]) else ["sampled"]
+        )
+        text = rng.choice(("a trace", "a trace", " "))
+        completion = Completion([1] * len(roles), text, "stop_string", roles=roles, context=context, learn=learn)
+        rows.append(algorithm.features(Example("", ""), completion))
+    return {name: [row[name] for row in rows] for name in rows[0]}
+
+
+def _kind(score: Score) -> tuple:
+    return score.quantity, score.level, score.tokens, tuple(stream.context for stream in score.stream_pair)
+
+
 def problem(algorithm: Algorithm, layout: Layout, distances: Sequence[float]) -> Problem:
     """Numbers for every score that the algorithm reads.
 
     A live score lies one of `distances` nats, with either sign, from the first frozen score of its
-    quantity, at every token; this is what keeps a test near, far, or away from the kinks of a clip.
+    kind, at every token; this is what keeps a test near, far, or away from the kinks of a clip.
     """
-    layout = with_unlearned(algorithm, layout)
+    layout = with_answers(algorithm, with_unlearned(algorithm, layout))
     rng = random.Random(layout.seed)
     rows, width = len(layout.group), layout.width
 
@@ -174,13 +213,15 @@ def problem(algorithm: Algorithm, layout: Layout, distances: Sequence[float]) ->
         layout.group,
         mask=layout.mask,
         rewards=layout.rewards,
-        numbers=frozen | {name: [row[name] for row in features] for name in features[0]},
+        numbers={**frozen, **features(algorithm, layout)},
         learn=layout.learn,
+        answer=layout.answer,
+        truncated=layout.truncated,
         max_tokens=layout.width + 3,
     )
     scores = {}
     for score in algorithm.trained:
-        alike = [f.name for f in algorithm.frozen if (f.quantity, f.level) == (score.quantity, score.level)]
+        alike = [f.name for f in algorithm.frozen if _kind(f) == _kind(score)]
         start = frozen[alike[0]] if alike else numbers(score)
         moves = [rng.choice(distances) * rng.choice((-1, 1)) for _ in range(start.numel())]
         live = start + torch.tensor(moves, dtype=torch.float64).reshape(start.shape)

@@ -8,7 +8,7 @@ whitening) is computed here too, from rewards.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,10 +25,19 @@ from covary.algorithms import (
     GSPO,
     GVPO,
     GVPOOPD,
+    JLB,
+    JLBGRPO,
     RAFT,
+    RAVR,
+    RAVRGRPO,
     RLOO,
+    RLPR,
     SFT,
+    CoVRL,
+    CoVRLJSD,
     DrGRPO,
+    LaTRO,
+    LaTROGRPO,
     MiniLLM,
     PGOPDSequence,
     PGOPDToken,
@@ -37,6 +46,8 @@ from covary.algorithms import (
     ReMax,
     SeqKD,
     SupervisedKD,
+    VeriFree,
+    VeriFreeGRPO,
 )
 
 
@@ -52,6 +63,9 @@ class Row:
     live: dict[str, list[Tensor]]
     frozen: dict[str, Any]
     learn: bool
+    answer_length: int = 0
+    truncated: bool = False
+    features: dict[str, float] = field(default_factory=dict)
 
     @property
     def length(self) -> int:
@@ -422,3 +436,216 @@ def pg_opd_token(algorithm: PGOPDToken, rows: list[Row], max_tokens: int) -> Ten
         for t, policy in enumerate(row.live["policy"]):
             loss = loss - (row.frozen["teacher"][t] - row.frozen["old"][t]) * policy
     return loss / tokens(rows)
+
+
+def log_sum_exp(values: list[float]) -> float:
+    """log sum exp, of plain numbers."""
+    return max(values) + math.log(math.fsum(math.exp(v - max(values)) for v in values))
+
+
+def mixed(p: Tensor, q: Tensor, weight: float) -> Tensor:
+    """log(weight e^p + (1 - weight) e^q)."""
+    return torch.log(weight * torch.exp(p) + (1 - weight) * torch.exp(q))
+
+
+def denominators(kind: str, row: Row, share: float) -> list[float]:
+    """log den of each token of a trace."""
+    p, q = row.frozen["old"], row.frozen["old_posterior"]
+    if kind == "source":
+        return p if row.features["from_prior"] else q
+    if kind == "hybrid":
+        return [log_sum_exp([math.log(share) + a, math.log(1 - share) + b]) for a, b in zip(p, q, strict=True)]
+    found = []
+    for t in range(len(p)):
+        # The share of the prior among traces that begin like this one.
+        of_prior = math.log(share) + math.fsum(p[:t])
+        of_posterior = math.log(1 - share) + math.fsum(q[:t])
+        prefix = log_sum_exp([of_prior, of_posterior])
+        found.append(log_sum_exp([of_prior - prefix + p[t], of_posterior - prefix + q[t]]))
+    return found
+
+
+def divergence(p: Tensor, q: Tensor, den: float) -> Tensor:
+    """(p/den) (q/p - 1 - log(q/p))."""
+    u = torch.exp(q - p)
+    return torch.exp(p - den) * (u - 1 - torch.log(u))
+
+
+def covrl(algorithm: CoVRL, rows: list[Row], max_tokens: int) -> Tensor:
+    """- mean min(r A, clip(r) A) - NLL part + KL part, each over its own tokens or all over the traces'."""
+    a, share = algorithm.composite_weight, algorithm.prior_share
+    advantages: dict[int, float] = {}
+    for members in groups_of(rows):
+        rewards = [row.reward for row in members]
+        values = standardised(rewards) if algorithm.advantage_std else [r - mean(rewards) for r in rewards]
+        advantages |= {id(row): value for row, value in zip(members, values, strict=True)}
+    gradient, answers, kls = zero(), zero(), zero()
+    trace_tokens = answer_tokens = kl_tokens = 0
+    for row in rows:
+        advantage, prior = advantages[id(row)], bool(row.features["from_prior"])
+        p, q = row.live["policy"], row.live["posterior"]
+        composite = [mixed(x, y, a) for x, y in zip(p, q, strict=True)]
+        den = denominators(algorithm.ratio, row, share)
+        for live, frozen in zip(composite, den, strict=True):
+            gradient = gradient + surrogate(live - frozen, advantage, algorithm.clip, algorithm.clip)
+        trace_tokens += row.length
+        answered = row.answer_length > 0
+        weight = 1.0
+        if algorithm.nll_select == "is_weighted":
+            pairs = zip(row.frozen["old"], row.frozen["old_posterior"], strict=True)
+            old = [log_sum_exp([math.log(a) + x, math.log(1 - a) + y]) for x, y in pairs]
+            weight = min(2.0, math.exp(math.fsum(x - d for x, d in zip(old, den, strict=True))))
+        chosen = {
+            "prior_valid_posadv": prior and row.features["valid"] > 0 and advantage > 0,
+            "posadv": answered and advantage > 0,
+            "all": answered,
+            "is_weighted": answered,
+            "none": False,
+        }[algorithm.nll_select]
+        if chosen:
+            answers = answers + weight * row.live["answer"][0]
+            answer_tokens += row.answer_length
+        if row.truncated and not algorithm.kl_truncated:
+            continue
+        kl_tokens += row.length
+        for t, frozen in enumerate(
+            denominators(algorithm.kl_denominator, row, share) if algorithm.kl_denominator != "full" else p
+        ):
+            if algorithm.kl_denominator == "full":
+                kls = kls + row.live["kl"][t]
+                continue
+            x = p[t].detach() if algorithm.kl_grad == "posterior_only" else p[t]
+            y = q[t].detach() if algorithm.kl_grad == "prior_only" else q[t]
+            kls = kls + divergence(mixed(x, y, a), x, frozen)
+    if algorithm.preset == "elbo":
+        answer_tokens = kl_tokens = trace_tokens
+    return (
+        -gradient / trace_tokens
+        - algorithm.nll_coef * answers / max(1, answer_tokens)
+        + algorithm.kl_coef * kls / max(1, kl_tokens)
+    )
+
+
+def covrl_jsd(algorithm: CoVRLJSD, rows: list[Row], max_tokens: int) -> Tensor:
+    """- mean min(r A, clip(r) A) - NLL part + mean (s/s_old)(p'/s - 1 - log(p'/s))."""
+    a = algorithm.composite_weight
+    gradient, answers, jsd = zero(), zero(), zero()
+    answer_tokens = jsd_tokens = 0
+    for members in groups_of(rows):
+        for row in members:
+            advantage = row.reward - mean([r.reward for r in members])
+            prior = bool(row.features["from_prior"])
+            for t in range(row.length):
+                p, q = row.live["policy"][t], row.live["posterior"][t]
+                old_p, old_q = row.frozen["old"][t], row.frozen["old_posterior"][t]
+                composite = mixed(p, q, a)
+                old = log_sum_exp([math.log(a) + old_p, math.log(1 - a) + old_q])
+                gradient = gradient + surrogate(composite - old, advantage, algorithm.clip, algorithm.clip)
+                if not row.truncated:
+                    jsd_tokens += 1
+                    jsd = jsd + divergence(p if prior else q, composite, old_p if prior else old_q)
+            if prior and row.features["valid"] > 0 and advantage > 0:
+                answers = answers + row.live["answer"][0]
+                answer_tokens += row.answer_length
+    return (
+        -gradient / tokens(rows)
+        - algorithm.nll_coef * answers / max(1, answer_tokens)
+        + algorithm.jsd_coef * jsd / max(1, jsd_tokens)
+    )
+
+
+def latro(algorithm: LaTRO, rows: list[Row], max_tokens: int) -> Tensor:
+    """- mean over rows of (R_i - mean of the others) l_i + c s_i."""
+    loss = zero()
+    for members in groups_of(rows):
+        for row in members:
+            others = [r.reward for r in members if r is not row]
+            advantage = row.reward - mean(others) if others else 0.0
+            loss = loss - advantage * sequence(row.live["policy"])
+            if row.answer_length:
+                loss = loss - algorithm.answer_coef * row.live["answer"][0]
+    return loss / len(rows)
+
+
+def clipped_rows(rows: list[Row], advantages: list[float], low: float, high: float) -> Tensor:
+    """Sum over rows of the mean over tokens of GRPO's clipped surrogate."""
+    loss = zero()
+    for row, advantage in zip(rows, advantages, strict=True):
+        terms = [surrogate(d, advantage, low, high) for d in to_frozen(row, "old")]
+        loss = loss + sum(terms, zero()) / len(terms)
+    return loss
+
+
+def rewards_in_grpo(algorithm: LaTROGRPO | VeriFreeGRPO, rows: list[Row], max_tokens: int) -> Tensor:
+    """GRPO without a KL, whatever the rewards are."""
+    parts = [
+        clipped_rows(members, standardised([r.reward for r in members]), algorithm.clip, algorithm.clip)
+        for members in groups_of(rows)
+    ]
+    return -sum(parts, zero()) / len(rows)
+
+
+def added(rewards: list[float]) -> list[float]:
+    """LSE_j s_j - log n - (LSE_{j != i} s_j - log(n - 1)); 0 for a single one."""
+    n = len(rewards)
+    if n == 1:
+        return [0.0]
+    whole = log_sum_exp(rewards) - math.log(n)
+    return [whole - (log_sum_exp(rewards[:i] + rewards[i + 1 :]) - math.log(n - 1)) for i in range(n)]
+
+
+def jlb(algorithm: JLB, rows: list[Row], max_tokens: int) -> Tensor:
+    """- mean over prompts of sum_i A_i l_i + LSE_j s_j over the traces with an answer."""
+    loss = zero()
+    for members in groups_of(rows):
+        for row, advantage in zip(members, added([r.reward for r in members]), strict=True):
+            loss = loss - advantage * sequence(row.live["policy"])
+        answers = [row.live["answer"][0] for row in members if row.answer_length]
+        if answers:
+            loss = loss - torch.log(sum((torch.exp(s) for s in answers), zero()))
+    return loss / len(groups_of(rows))
+
+
+def jlb_grpo(algorithm: JLBGRPO, rows: list[Row], max_tokens: int) -> Tensor:
+    """GRPO on what each trace adds to the bound."""
+    parts = [
+        clipped_rows(members, standardised(added([r.reward for r in members])), algorithm.clip, algorithm.clip)
+        for members in groups_of(rows)
+    ]
+    return -sum(parts, zero()) / len(rows)
+
+
+def verifree(algorithm: VeriFree, rows: list[Row], max_tokens: int) -> Tensor:
+    """- mean over rows of (p_i - mean of the others) l_i + p_i s_i."""
+    loss = zero()
+    for members in groups_of(rows):
+        for row in members:
+            others = [r.reward for r in members if r is not row]
+            advantage = row.reward - mean(others) if others else 0.0
+            loss = loss - advantage * sequence(row.live["policy"])
+            if row.answer_length:
+                loss = loss - row.reward * row.live["answer"][0]
+    return loss / len(rows)
+
+
+def rlpr(algorithm: RLPR, rows: list[Row], max_tokens: int) -> Tensor:
+    """GRPO with clip 0.2 / 0.27."""
+    low, high = algorithm.clip_low, algorithm.clip_high
+    parts = [clipped_rows(members, standardised([r.reward for r in members]), low, high) for members in groups_of(rows)]
+    return -sum(parts, zero()) / len(rows)
+
+
+def ravr(algorithm: RAVR | RAVRGRPO, rows: list[Row], max_tokens: int) -> Tensor:
+    """GRPO on the posterior's traces; RAVR adds r_i times the KL to the prior and the answer's negative log-likelihood."""
+    learned = [row for row in rows if row.learn]
+    loss = zero()
+    for members in groups_of(learned):
+        advantages = standardised([r.reward for r in members])
+        loss = loss - clipped_rows(members, advantages, algorithm.clip, algorithm.clip)
+        for row in members if isinstance(algorithm, RAVR) else ():
+            pairs = zip(row.live["policy"], row.live["prior"], row.frozen["old"], strict=True)
+            kl = sum((divergence(q, p, old) for q, p, old in pairs), zero()) / row.length
+            loss = loss + algorithm.kl_coef * row.reward * kl
+            if row.answer_length:
+                loss = loss - algorithm.nll_coef * row.reward * row.live["answer"][0] / row.answer_length
+    return loss / len(learned)

@@ -29,6 +29,7 @@ from tests.algorithms.helpers import (
 )
 
 NEAR = (0.0, 0.05, 0.15)  # nats from the frozen score: inside every clip range
+FEATURES = ("from_prior", "valid")
 MIXED = (0.05, 0.15, 0.3, 0.6, 1.5)  # on both sides of the clips, never at a kink
 
 
@@ -114,6 +115,43 @@ CASES = [
     case("pg_opd_sequence", reference.pg_opd_sequence, {"baseline": "grpo_std"}),
     case("pg_opd_sequence", reference.pg_opd_sequence, {"baseline": "none"}, shift="nothing"),
     case("pg_opd_token", reference.pg_opd_token, shift="nothing"),
+    case("covrl", reference.covrl),
+    case(
+        "covrl",
+        reference.covrl,
+        {
+            "ratio": "source",
+            "kl_denominator": "hybrid_exact",
+            "nll_select": "all",
+            "preset": "elbo",
+            "prior_share": 0.3,
+        },
+    ),
+    case(
+        "covrl",
+        reference.covrl,
+        {
+            "ratio": "hybrid_exact",
+            "kl_denominator": "hybrid",
+            "nll_select": "is_weighted",
+            "composite_weight": 0.2,
+            "advantage_std": True,
+            "kl_truncated": True,
+        },
+    ),
+    case("covrl", reference.covrl, {"kl_denominator": "full", "nll_select": "posadv", "kl_coef": 0.3, "nll_coef": 0.5}),
+    case("covrl", reference.covrl, {"kl_grad": "prior_only", "nll_select": "none"}, stops_gradient=True),
+    case("covrl", reference.covrl, {"kl_grad": "posterior_only", "composite_weight": 0.8}, stops_gradient=True),
+    case("covrl_jsd", reference.covrl_jsd, {"composite_weight": 0.4, "jsd_coef": 0.7, "nll_coef": 0.5}),
+    case("latro", reference.latro, {"answer_coef": 0.7}, regularised=True),
+    case("latro_grpo", reference.rewards_in_grpo, {"kl_coef": 0.0}),
+    case("jlb", reference.jlb, regularised=True),
+    case("jlb_grpo", reference.jlb_grpo),
+    case("verifree", reference.verifree, shift="nothing"),
+    case("verifree_grpo", reference.rewards_in_grpo),
+    case("rlpr", reference.rlpr),
+    case("ravr", reference.ravr, {"kl_coef": 0.4, "nll_coef": 0.6}, shift="nothing"),
+    case("ravr_grpo", reference.ravr),
 ]
 
 
@@ -199,9 +237,14 @@ def test_equals_the_loop_of_its_equation(case: Case, layout: Layout) -> None:
             reference.Row(
                 group=int(everything.group[i]),
                 reward=float(everything.rewards[i]),
-                live={} if position is None else {n: list(of_row(x, position, batch.mask)) for n, x in leaves.items()},
+                live={}
+                if position is None
+                else {n: list(of_row(x, position, batch.mask).reshape(-1)) for n, x in leaves.items()},
                 frozen={s.name: of_row(everything[s.name], i, everything.mask).tolist() for s in case.algorithm.frozen},
                 learn=learn,
+                answer_length=int(everything.answer_mask[i].sum()),
+                truncated=bool(everything.truncated[i]),
+                features={n: float(x[i]) for n, x in everything.numbers.items() if n in FEATURES},
             )
         )
     loss = case.reference(case.algorithm, rows, batch.max_tokens)

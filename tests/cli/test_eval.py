@@ -184,3 +184,10 @@ def test_a_recipe_is_graded_by_its_own_reward_and_any_task_by_the_one_named(call
     code, _, err = call("no/such/model", *GSM8K, "--reward", "maths")
     assert code == 2
     assert "there is no grader 'maths'; did you mean 'math'?" in err
+
+
+def test_a_recipe_is_evaluated_with_the_prompts_of_its_run() -> None:
+    from covary.cli import _task
+
+    templates = {name: _task(name, None, None, None)[0].template for name in ("quickstart", "covrl_quickstart", "rlpr")}
+    assert templates == {"quickstart": "chat", "covrl_quickstart": "think", "rlpr": "rlpr"}

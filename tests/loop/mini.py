@@ -37,6 +37,33 @@ STATE: dict[str, Any] = {
     "progress": {}, "recipe": {}, "fingerprints": {}, "rollout": {}, "doctor": {}, "metrics_position": 0, "row": {},
 }  # fmt: skip
 """What the loop gives `checkpoint.save`, without content."""
+TRACES = """
+tags: ["<t>", "</t>"]
+contexts:
+  prompt: "Q: {question} <t>"
+  posterior: "Q: {question} ({answer}) <t>"
+  direct: "Q: {question} A:"
+stop: "e"
+glue: " so "
+answer: "{answer}."
+"""
+
+
+def on_traces(folder: Path) -> dict[str, Any]:
+    """What a method needs that rewards traces by the answer behind them: a random model ends about a third of these."""
+    (folder / "traces.yaml").write_text(TRACES)
+    return {
+        "task": Sums(template=str(folder / "traces.yaml")),
+        "reward": None,
+        "rollout": {"prompts": 4, "completions": 8, "max_tokens": 100},
+        "eval": {"max_tokens": 6},
+    }
+
+
+def rewards_itself(algorithm: Any) -> bool:
+    """Whether an algorithm (an object, or a mapping with its name) makes its own rewards."""
+    cls = ALGORITHMS[algorithm["name"]] if isinstance(algorithm, dict) else type(algorithm)
+    return cls.reward is not Algorithm.reward and cls.template != "chat"
 
 
 def vowels(completion: str, answer: str | None) -> float:
@@ -83,6 +110,8 @@ def run(folder: Path, **changes: Any) -> covary.api.Trained:  # pyright: ignore
         "optimizer": {"lr": 1e-3, "prompts": 2},
         "log": {"samples": 0},
     }
+    if rewards_itself(changes.get("algorithm", {"name": "gvpo"})):
+        sections |= on_traces(folder)
     return covary.train(quiet=True, **{**sections, **changes})
 
 
