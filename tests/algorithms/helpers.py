@@ -177,9 +177,8 @@ def features(algorithm: Algorithm, layout: Layout) -> dict[str, list[float]]:
     for i in range(len(layout.group)):
         learn = layout.learn is None or layout.learn[i]
         context = rng.choice(sorted({r.context for r in planned if r.learn == learn}))
-        roles: list[Role] = (
-            ["sampled", "answer"] if layout.answer is not None and any(layout.answer[i]) else ["sampled"]
-        )
+        roles: list[Role] = ["sampled"] * sum(layout.mask[i])
+        roles += ["answer"] * sum(layout.answer[i]) if layout.answer is not None else []
         text = rng.choice(("a trace", "a trace", " "))
         completion = Completion([1] * len(roles), text, "stop_string", roles=roles, context=context, learn=learn)
         rows.append(algorithm.features(Example("", ""), completion))
@@ -207,8 +206,6 @@ def problem(algorithm: Algorithm, layout: Layout, distances: Sequence[float]) ->
         return sign * torch.tensor(drawn, dtype=torch.float64)[: torch.Size(shape).numel()].reshape(shape)
 
     frozen = {score.name: numbers(score) for score in algorithm.frozen}
-    rows_of_layout = [Completion([0] * sum(mask), "", "eos") for mask in layout.mask]
-    features = [algorithm.features(Example("", ""), row) for row in rows_of_layout]
     rollout = make_batch(
         layout.group,
         mask=layout.mask,
