@@ -444,7 +444,7 @@ def test_a_reward_is_a_name_a_reward_model_or_a_judge():
          "is licensed CC BY-NC-ND and not shipped, copy it from https://github.com/IAAR-Shanghai/xVerify into a text file"),
         ("reward={judge: {model: a, server: {url: 'x:1'}}}", "reward.judge.server.url: takes an address that starts with "
          "http:// or https://, got 'x:1'"),
-        ("reward=3", "reward: takes non-empty text or a mapping of model, micro_batch_tokens or a mapping of judge or null, "
+        ("reward=3", "reward: takes non-empty text or a mapping of model, micro_batch_tokens or a mapping of judge or a mapping of likelihood or null, "
          "got 3"),
     ],
 )  # fmt: skip
