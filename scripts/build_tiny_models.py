@@ -11,11 +11,11 @@ Questions of the quickstart's test split are in neither phase, in no form of wor
 
 The pair is for distillation: the teacher writes sums out step by step and is right, with a tokenizer that merges words;
 the student reads bytes and answers like the teacher in one of four cases. In the others it slips in the units and goes
-on from there, or it guesses. So what the teacher has to teach is which of the student's habits to keep.
-`tiny_student_words` is the same student with the teacher's tokenizer, for methods that compare token by token. The test split
-of the distillation quickstart is in the training of neither.
+on from there, or it guesses. So what the teacher has to teach is which of the student's habits to keep. The
+test split of the distillation quickstart is in the training of neither. `tiny_teacher_bytes` is the student after a
+short further training on right answers only: a teacher with the student's tokenizer, for methods that compare token by token.
 
-    python scripts/build_tiny_models.py [tiny | tiny_student | tiny_student_words | tiny_teacher] [--out DIR] [--seed 0] [--steps N]
+    python scripts/build_tiny_models.py [tiny | tiny_student | tiny_teacher | tiny_teacher_bytes] [--out DIR] [--seed 0] [--steps N]
 
 Deterministic for a given seed, number of threads and torch build.
 """
@@ -336,7 +336,7 @@ PAIR_TASK = ReasoningGym(
 )  # fmt: skip
 
 PAIR_BATCH = 128
-PAIR_STEPS = {"tiny_student": 1100, "tiny_student_words": 1100, "tiny_teacher": 700}
+PAIR_STEPS = {"tiny_student": 1100, "tiny_teacher": 700, "tiny_teacher_bytes": 150}
 RIGHT_SHARE = 0.25  # of the student's training answers
 ONE_DIGIT_SHARE = 0.35  # of the terms: without it short ones are too rare to be learned
 STUDENT_TEMPLATE = (
@@ -471,10 +471,10 @@ class PairBatches:
 
 
 def build_pair_model(name: str, out: Path, *, seed: int = 0, steps: int | None = None) -> None:
-    """Trains a student or the teacher and writes it into `out`."""
+    """Trains `tiny_student` or `tiny_teacher` and writes it into `out`."""
     torch.manual_seed(seed)
-    student = name != "tiny_teacher"
-    tokenizer = byte_tokenizer() if name == "tiny_student" else word_tokenizer()
+    student = name == "tiny_student"
+    tokenizer = byte_tokenizer() if student else word_tokenizer()
     width, layers = (64, 2) if student else (96, 3)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -492,6 +492,19 @@ def build_pair_model(name: str, out: Path, *, seed: int = 0, steps: int | None =
     model = LlamaForCausalLM(config)
     batches = PairBatches(tokenizer, student_answer if student else teacher_answer, seed)
     train(model, batches.draw, phase=name, steps=steps or PAIR_STEPS[name], lr=LEARNING_RATE)
+    out.mkdir(parents=True, exist_ok=True)
+    model.to(torch.bfloat16).save_pretrained(out)
+    tokenizer.save_pretrained(out, save_jinja_files=False)
+
+
+def build_bytes_teacher(out: Path, *, student: Path, seed: int = 0, steps: int | None = None) -> None:
+    """Trains `tiny_student` on right answers only and writes it into `out`: the student's tokenizer, a teacher's habits."""
+    torch.manual_seed(seed)
+    tokenizer = byte_tokenizer()
+    model = AutoModelForCausalLM.from_pretrained(student, dtype=torch.float32)
+    batches = PairBatches(tokenizer, teacher_answer, seed + 1)
+    name = "tiny_teacher_bytes"
+    train(model, batches.draw, phase=name, steps=steps or PAIR_STEPS[name], lr=HABIT_RATE)
     out.mkdir(parents=True, exist_ok=True)
     model.to(torch.bfloat16).save_pretrained(out)
     tokenizer.save_pretrained(out, save_jinja_files=False)
@@ -539,6 +552,8 @@ def main() -> None:
     out = arguments.out or SHIPPED / arguments.model
     if arguments.model == "tiny":
         build(out, seed=arguments.seed, steps=arguments.steps or STEPS)
+    elif arguments.model == "tiny_teacher_bytes":
+        build_bytes_teacher(out, student=SHIPPED / "tiny_student", seed=arguments.seed, steps=arguments.steps)
     else:
         build_pair_model(arguments.model, out, seed=arguments.seed, steps=arguments.steps)
     size = sum(path.stat().st_size for path in out.iterdir())

@@ -14,6 +14,7 @@ from covary.cli import app
 from covary.config import RunConfig, load_recipe, reads_teacher, updates_per_rollout, validate
 from covary.rewards import Grader, build_reward
 from covary.rewards.reward import PooledReward
+from covary.settings import Teacher
 from covary.types import UserError
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -144,14 +145,14 @@ def test_small_recipes_differ_in_the_method_only() -> None:
 
 
 def test_small_recipes_of_distillation_differ_in_the_method_and_the_tokenizer_only() -> None:
-    """Task, teacher, budget and learning rate are the distillation quickstart's; the student has its tokens or others."""
+    """Task, student, budget and learning rate are the distillation quickstart's; the teacher has its tokens or others."""
     first = load(RECIPES / "distill_quickstart.yaml")
     for path in DISTILLATION:
         config = load(path)
-        same = ("seed", "steps", "teacher", "task", "rollout", "optimizer", "engine", "eval", "checkpoint")
+        same = ("seed", "steps", "model", "task", "rollout", "optimizer", "engine", "eval", "checkpoint")
         assert [getattr(config, key) for key in same] == [getattr(first, key) for key in same], path.stem
-        words = path.stem in ("supervised_kd", "gkd", "minillm", "pg_opd_token")
-        assert config.model.name == ("tiny_student_words" if words else "tiny_student")
+        token_by_token = path.stem in ("supervised_kd", "gkd", "minillm", "pg_opd_token")
+        assert config.teacher == Teacher("tiny_teacher_bytes" if token_by_token else "tiny_teacher")
 
 
 @pytest.mark.parametrize(

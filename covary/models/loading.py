@@ -19,7 +19,7 @@ from covary.models.lora import base_of, is_adapter, merge_adapter
 from covary.scoring.chunked import project
 from covary.types import UserError
 
-SHIPPED = ("tiny", "tiny_student", "tiny_student_words", "tiny_teacher")
+SHIPPED = ("tiny", "tiny_student", "tiny_teacher", "tiny_teacher_bytes")
 HEAD_TOLERANCE = 1e-3  # nats; float32 rounding stays far below, another logit transformation far above
 
 

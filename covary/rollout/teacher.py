@@ -102,18 +102,19 @@ class TeacherRollout:
         """
         if any(request.source != "teacher" or request.decoding != "sample" for plan in plans for request in plan):
             raise ValueError(f"a teacher is asked for samples of its own, got {plans}")
-        prompts = {group.example.id: self._read(group.example, sampling) for group in groups}
-        keys = {id: self._key(id, read, sampling) for id, read in prompts.items() if read is not None}
-        wanted = {g.example.id: sum(r.count for r in plan) for plan, g in zip(plans, groups, strict=True)}
-        missing = {
-            group.example.id: replace(group, contexts={"prompt": prompts[group.example.id]})
-            for group in groups
-            if (id := group.example.id) in keys and len(self.store.get(keys[id])) < wanted[id]
-        }
+        keys: dict[str, str] = {}
+        missing: dict[str, tuple[Group, list[Request]]] = {}
+        for plan, group in zip(plans, groups, strict=True):
+            id, prompt, count = group.example.id, self._read(group.example, sampling), sum(r.count for r in plan)
+            if prompt is None:
+                continue
+            keys[id] = self._key(id, prompt, sampling)
+            if len(self.store.get(keys[id])) < count:
+                missing[id] = (replace(group, contexts={"prompt": prompt}), [Request(count)])
         if missing:
             # All of a prompt's, also where some are known: a sample's seed is its place among them.
-            plans_of_missing = [[Request(wanted[id])] for id in missing]
-            done = self.sampler.generate(plans_of_missing, list(missing.values()), sampling, self.seed)
+            asked, wanted = (list(part) for part in zip(*missing.values(), strict=True))
+            done = self.sampler.generate(wanted, asked, sampling, self.seed)
             self.store.add({keys[id]: group.completions for id, group in zip(missing, done, strict=True)})
         return [
             replace(group, completions=self._rows(plan, group.example, keys.get(group.example.id), sampling))
