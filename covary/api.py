@@ -690,6 +690,8 @@ def build(resolved: Resolved, screen: Screen) -> Run:
     fingerprints = dict(resolved.fingerprints)
     if config.model.lora is not None or "initial" in resolved.models:  # else a checkpoint replaces all of it
         fingerprints["the model of model.name"] = fingerprint(model)
+    if teacher is not None:
+        fingerprints["the teacher"] = fingerprint(teacher.model)
     if config.model.lora is not None:
         add_lora(model, config.model.lora, model_path(config.model.name))
     autocast = torch.bfloat16 if config.engine.autocast == "bfloat16" else None

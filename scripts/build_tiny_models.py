@@ -500,7 +500,7 @@ def build_pair_model(name: str, out: Path, *, seed: int = 0, steps: int | None =
 def build_bytes_teacher(out: Path, *, student: Path, seed: int = 0, steps: int | None = None) -> None:
     """Trains `tiny_student` on right answers only and writes it into `out`: the student's tokenizer, a teacher's habits."""
     torch.manual_seed(seed)
-    tokenizer = AutoTokenizer.from_pretrained(student)
+    tokenizer = byte_tokenizer()
     model = AutoModelForCausalLM.from_pretrained(student, dtype=torch.float32)
     batches = PairBatches(tokenizer, teacher_answer, seed + 1)
     name = "tiny_teacher_bytes"

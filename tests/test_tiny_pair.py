@@ -19,11 +19,12 @@ from tests.test_tiny_model import ROOT, script  # noqa: F401 (a fixture)
 
 MODELS = ROOT / "covary" / "models"
 PAIR = ("tiny_student", "tiny_teacher")
+BYTES = "tiny_teacher_bytes"  # a teacher with the student's tokenizer
 
 
 def test_folders_are_small_and_complete() -> None:
     size = 0
-    for name in PAIR:
+    for name in (*PAIR, BYTES):
         files = {path.name: path.stat().st_size for path in (MODELS / name).iterdir()}
         size += sum(files.values())
         assert set(files) == {
@@ -89,8 +90,26 @@ def test_a_right_teacher_and_a_student_that_could_be(script: ModuleType) -> None
     assert student["ended"] > 0.98
 
 
+def test_the_teacher_with_the_students_tokenizer_is_right(script: ModuleType) -> None:  # noqa: F811
+    student, teacher = (
+        AutoTokenizer.from_pretrained(MODELS / name, local_files_only=True) for name in (PAIR[0], BYTES)
+    )
+    reading = read_teacher(Teacher(BYTES), student, frozenset({student.eos_token_id}), load_template("chat"))
+    assert reading.same_tokens
+    assert reading.relabelled is None
+    assert teacher.get_vocab() == student.get_vocab()
+    figures = script.measure(MODELS / BYTES, samples=2, task=script.PAIR_TASK)
+    assert figures["accuracy"] > 0.9
+
+
+def test_the_script_makes_it_from_the_student(script: ModuleType, tmp_path: Path) -> None:  # noqa: F811
+    script.build_bytes_teacher(tmp_path, student=MODELS / PAIR[0], steps=2)
+    for file in ("tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json"):
+        assert (tmp_path / file).read_text() == (MODELS / BYTES / file).read_text(), file
+
+
 def test_their_cards_name_their_numbers() -> None:
-    for name in PAIR:
+    for name in (*PAIR, BYTES):
         card = (MODELS / name / "README.md").read_text()
         model = AutoModelForCausalLM.from_pretrained(MODELS / name, local_files_only=True)
         assert f"{sum(p.numel() for p in model.parameters()):,}".replace(",", " ") in card

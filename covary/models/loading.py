@@ -207,7 +207,7 @@ def fingerprint(model: nn.Module) -> str:
     for name, value in model.state_dict().items():
         entries = value.reshape(-1)
         some = entries[:: max(1, entries.numel() // FINGERPRINT_ENTRIES)]
-        digest.update(repr((name, tuple(value.shape))).encode() + some.cpu().numpy().tobytes())
+        digest.update(repr((name, tuple(value.shape))).encode() + some.float().cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
