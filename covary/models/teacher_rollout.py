@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
 
-from torch import nn
-
+from covary.models.loading import fingerprint
 from covary.models.teacher import LocalTeacher
 from covary.rollout.server import ServerRollout
 from covary.rollout.store import Store
@@ -16,9 +14,6 @@ from covary.rollout.teacher import TeacherRollout, Translation
 from covary.rollout.transformers import TransformersRollout
 from covary.scoring.reading import Reading
 from covary.settings import Teacher, TeacherServer
-
-_LOOKED_AT = 256
-"""Numbers of each parameter that a fingerprint reads, evenly spread: any training changes nearly all of them."""
 
 
 def teacher_rollout(
@@ -73,14 +68,3 @@ def teacher_rollout(
         seed,
         reading.context,
     )
-
-
-def fingerprint(model: nn.Module) -> str:
-    """Of a model's weights: names, shapes, types and some of the numbers."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name, value in model.state_dict().items():
-        digest.update(repr((name, tuple(value.shape), str(value.dtype))).encode())
-        flat = value.detach().flatten()
-        some = flat[:: max(1, flat.numel() // _LOOKED_AT)].float().cpu().contiguous()
-        digest.update(some.numpy().tobytes())
-    return digest.hexdigest()

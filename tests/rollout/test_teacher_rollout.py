@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from covary.models.loading import load_tokenizer
-from covary.models.teacher_rollout import fingerprint
+from covary.models.loading import fingerprint, load_tokenizer
 from covary.rollout.store import Store
 from covary.rollout.teacher import TeacherRollout, Translation
 from covary.rollout.transformers import TransformersRollout
