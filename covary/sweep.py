@@ -306,10 +306,10 @@ def write_results(sweep: Sweep, screen: Screen) -> list[str]:
         point |= {"mean": average, "std": deviation, "half_interval": half}
         pair = _paired(point, results[first]) if name != first else None
         point |= {"difference": pair[0], "half_interval_of_difference": pair[2]} if pair else {}
-        lines.append(
-            f"| {name} | {average:.4g} | {average - half:.4g} to {average + half:.4g} | {deviation:.3g} "
-            f"| {len(point['seeds'])} | {f'{pair[0]:+.3g} ± {pair[2]:.2g}' if pair else ''} |"
-        )
+        several = len(point["values"]) > 1
+        spread = f"{average - half:.4g} to {average + half:.4g} | {deviation:.3g}" if several else " | "
+        difference = f"{pair[0]:+.3g}" + (f" ± {pair[2]:.2g}" if math.isfinite(pair[2]) else "") if pair else ""
+        lines.append(f"| {name} | {average:.4g} | {spread} | {len(point['seeds'])} | {difference} |")
     plain = {name: {key: _null(value) for key, value in point.items()} for name, point in results.items()}
     (sweep.out / "results.json").write_text(json.dumps({"metric": sweep.metric, "points": plain}, indent=1) + "\n")
     (sweep.out / "table.md").write_text("\n".join(lines) + "\n")
