@@ -69,13 +69,7 @@ def main() -> None:
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(page(methods, shares, f"{parser.prog} {arguments.runs}"), encoding="utf-8")
     print(f"wrote {arguments.out}")
-    plots = arguments.out.parent / "plots"
-    plot(plots / "covrl.png", {"accuracy": {name: curve(runs, ACCURACY) for name, runs in methods.items()}})
-    plot(plots / "covrl_dynamics.png", {title: by_source(methods["covrl"], key) for key, title in DYNAMICS.items()})
-    of_share = {"accuracy": ACCURACY, "length of a trace, tokens": LENGTH}
-    panels = {title: {name: curve(runs, key) for name, runs in shares.items()} for title, key in of_share.items()}
-    plot(plots / "covrl_prior_share.png", panels)
-    draw_estimators(plots / "covrl_kl.png")
+    draw(methods, shares, arguments.out.parent / "plots")
 
 
 def by_share(points: Points) -> Points:
@@ -175,15 +169,13 @@ def token_kl(
 
 
 def estimator_table() -> str:
+    kinds = [kind for kind in KINDS if kind != "full"]  # which is the exact KL itself
     rows = []
     for spread, weight in itertools.product(SPREADS, WEIGHTS):
-        found = {kind: estimates(spread, weight, kind) for kind in KINDS}
-        cells = [f"{found['full'][0]:.3g}"]
-        for kind in KINDS:
-            _, average, error, largest = found[kind]
-            cells.append(f"{average:.3g}; {error:.3g}; {largest:.3g}" if kind != "full" else f"{average:.3g}; 0")
-        rows.append([f"{spread:g}", f"{weight:g}", *cells])
-    return table(["spread", "a", "exact KL", *(f"`{kind}`" for kind in KINDS)], rows)
+        found = [estimates(spread, weight, kind) for kind in kinds]
+        cells = [f"{average:.3g}; {error:.3g}; {largest:.3g}" for _, average, error, largest in found]
+        rows.append([f"{spread:g}", f"{weight:g}", f"{found[0][0]:.3g}", *cells])
+    return table(["spread", "a", "exact KL (`full`)", *(f"`{kind}`" for kind in kinds)], rows)
 
 
 def draw_estimators(path: Path) -> None:
@@ -205,6 +197,15 @@ def draw_estimators(path: Path) -> None:
         own.set_ylabel("estimate, nats")
         own.legend(fontsize="x-small")
     save(figure, path)
+
+
+def draw(methods: Points, shares: Points, folder: Path) -> None:
+    plot(folder / "covrl.png", {"accuracy": {name: curve(runs, ACCURACY) for name, runs in methods.items()}})
+    plot(folder / "covrl_dynamics.png", {title: by_source(methods["covrl"], key) for key, title in DYNAMICS.items()})
+    of_share = {"accuracy": ACCURACY, "length of a trace, tokens": LENGTH}
+    panels = {title: {name: curve(runs, key) for name, runs in shares.items()} for title, key in of_share.items()}
+    plot(folder / "covrl_prior_share.png", panels)
+    draw_estimators(folder / "covrl_kl.png")
 
 
 def method_table(methods: Points) -> str:
@@ -378,7 +379,7 @@ estimates; root mean square of their distance to the exact KL(p' || p) at the sa
 ![an estimate against q / p](plots/covrl_kl.png)
 
 * All estimates are non-negative for every a. `source` (the paper's), `hybrid_exact` and `full` have the exact mean; `hybrid` has not behind the first token, since which prompt wrote a trace is no longer even odds there.
-* The weights of `source` have no bound: where the prompts disagree (spread 3) single tokens cost it many times the error of the two mixtures. Where they agree, as in a trained model, the choice hardly matters.
+* The weights of `source` have no bound: where the prompts disagree (spread 3), rare tokens cost it hundreds of times the error of `hybrid`. `hybrid_exact` lies between: as the prefix gives the source away it becomes `source`. Where the prompts nearly agree (spread 0.3), the choice hardly matters.
 * The plot is for one token, where `hybrid` and `hybrid_exact` are one. For a prior's trace the paper's estimator grows like q/p log q/p, for a posterior's like the log of p/q; the mixture's weight is at most max(a / alpha, (1 - a) / (1 - alpha)).
 
 Made by `python {command}` on {platform.machine()}, torch {version("torch")}, transformers {version("transformers")}.

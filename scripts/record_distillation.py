@@ -18,6 +18,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import yaml
@@ -120,7 +121,9 @@ def rate_table(rates: Mapping[str, Mapping[float, float]]) -> str:
     rows = []
     for method, own in rates.items():
         cells = [f"{own[lr]:.3f}" if lr in own else "" for lr in columns]
-        rows.append([method, *(f"**{cell}**" if lr == best[method] else cell for lr, cell in zip(columns, cells))])  # noqa: B905
+        rows.append(
+            [method, *(f"**{cell}**" if lr == best[method] else cell for lr, cell in zip(columns, cells, strict=True))]
+        )
     return table(["method", *(f"{lr:g}" for lr in columns)], rows)
 
 
@@ -197,22 +200,13 @@ def alpha_words(alpha: Points) -> str:
 
 def length_words(alpha: Points) -> str:
     """Whether completions collapse without length control."""
-    runs = alpha["alpha = 0"]
-    start, end = (sum(own(run, "completion/length") for run in runs) / len(runs) for own in (_first, _last))
+    start, *_, end = (mean(column) for column in curve(alpha["alpha = 0"], "completion/length").values())
     if end < start / 2:
         return f"At alpha = 0 completions fall from {start:.1f} to {end:.1f} tokens, as the paper's figure shows it."
     return (
-        f"At alpha = 0 completions go from {start:.1f} to {end:.1f} tokens: the collapse of the paper's figure does not show in small. "
-        "Completions here have one of three forms of 9 to 30 bytes, and the teacher's form is one of the longer ones."
+        f"At alpha = 0 completions go from {start:.1f} to {end:.1f} tokens: the collapse of the paper's figure does not "
+        "show in small, where completions have one of three fixed forms."
     )
-
-
-def _first(run: Any, key: str) -> float:
-    return run.first(key)
-
-
-def _last(run: Any, key: str) -> float:
-    return run.last(key)
 
 
 def equal_section(methods: Points) -> str:
@@ -243,8 +237,8 @@ def pair_section(rows: Sequence[Mapping[str, Any]]) -> str:
     if not steps:
         return ""
     start, end = (part[0]["gvpo_opd/log_ratio_variance"] for part in (steps, steps[::-1]))
-    half = max(1, min(5, len(steps) // 2))
-    early, late = (sum(r["gvpo_opd/log_ratio_variance"] for r in part) / half for part in (steps[:half], steps[-half:]))
+    few = max(1, min(5, len(steps) // 2))
+    early, late = (mean(r["gvpo_opd/log_ratio_variance"] for r in part) for part in (steps[:few], steps[-few:]))
     lines = [
         [
             f"{row['step']}",
@@ -274,7 +268,7 @@ def pair_section(rows: Sequence[Mapping[str, Any]]) -> str:
 
 ![group variance by step](plots/distillation_pair.png)
 
-From the first {half} steps to the last {half} the mean variance goes from {early:.1f} to {late:.1f} nats² (single steps: {start:.1f} to {end:.1f}). A few prompts a step make it noisy, and {len(steps)} steps are too few to say more than that two real models of two families train together.
+From the first {few} steps to the last {few} the mean variance goes from {early:.1f} to {late:.1f} nats² (single steps: {start:.1f} to {end:.1f}). A few prompts a step make it noisy, and {len(steps)} steps are too few to say more than that two real models of two families train together.
 """
 
 
