@@ -95,7 +95,7 @@ def test_verdicts_follow_the_paired_intervals(scripts: dict[str, ModuleType]) ->
         "d": point(0.7, 0.6, 0.4),
     }
     assert runs.order(points, "a", "m") == (
-        "ahead of it: b (+0.103 ± 0.014); behind it: c (-0.297 ± 0.014); not told apart from it: d (-0.033 ± 0.624)"
+        "ahead of it: b (+0.103 ± 0.014); behind it: c (-0.297 ± 0.014); not told apart from it: d (-0.033 ± 0.625)"
     )
     assert runs.sign((0.1, math.nan)) == 0  # one seed shows nothing
     assert runs.signed((math.nan, math.nan)) == ""
