@@ -34,7 +34,11 @@ def load(path: Path) -> RunConfig:
     return validate(load_recipe(path), where=str(path))
 
 
-DISTILLATION = [path for path in SMALL if reads_teacher(load(path).algorithm)]
+REAL_MODELS = {
+    "smollm2_reasoning_gym",
+    "smollm2_gemma3",
+}  # of their own size and budget; the models are fetched by scripts
+DISTILLATION = [path for path in SMALL if reads_teacher(load(path).algorithm) and path.stem not in REAL_MODELS]
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -125,7 +129,7 @@ def test_without_its_data_a_papers_recipe_is_a_mistake(
 
 def test_every_algorithm_has_a_recipe_of_either_kind() -> None:
     quickstarts = {"gvpo": "quickstart", "gvpo_opd": "distill_quickstart", "covrl": "covrl_quickstart"}
-    other = {*quickstarts.values(), "smollm2_reasoning_gym"}
+    other = {*quickstarts.values(), *REAL_MODELS}
     of = {path.stem: path for path in SMALL if path.stem not in other}
     of |= {name: RECIPES / f"{stem}.yaml" for name, stem in quickstarts.items()}
     assert set(of) == set(ALGORITHMS)
@@ -192,6 +196,14 @@ def test_small_recipes_of_distillation_differ_in_the_method_and_the_tokenizer_on
         assert [getattr(config, key) for key in same] == [getattr(first, key) for key in same], path.stem
         token_by_token = path.stem in ("supervised_kd", "gkd", "minillm", "pg_opd_token")
         assert config.teacher == Teacher("tiny_teacher_bytes" if token_by_token else "tiny_teacher")
+
+
+def test_real_models_lie_where_the_scripts_put_them() -> None:
+    student, teacher = "models/smollm2-135m-instruct", "models/gemma-3-270m-q4_k_m.gguf"
+    assert {load(RECIPES / f"{name}.yaml").model.name for name in REAL_MODELS} == {student}
+    assert load(RECIPES / "smollm2_gemma3.yaml").teacher == Teacher(teacher)
+    for script, place in (("fetch_smollm2", student), ("fetch_gemma3", teacher)):
+        assert place in (RECIPES.parent / "scripts" / f"{script}.py").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
