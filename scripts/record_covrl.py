@@ -42,6 +42,7 @@ from torch import Tensor
 
 from covary.algorithms.covrl import Denominator, KLDenominator, log_denominator
 from covary.ops import importance_k3, log_mixture
+from covary.sweep import interval
 
 SWEEPS = Path(__file__).parent.parent / "sweeps"
 ACCURACY, LENGTH = "eval/chain_sum/accuracy", "completion/length"
@@ -81,10 +82,18 @@ def by_source(runs: Sequence[Run], key: str) -> dict[str, Curve]:
     return {source: curve(runs, f"covrl/{source}/{key}") for source in SOURCES}
 
 
-def ends(values: Curve, window: int = 5) -> tuple[float, float]:
-    """Means over the first and over the last steps, so that one step's noise decides nothing."""
-    steps = [mean(column) for column in values.values()]
-    return mean(steps[:window]), mean(steps[-window:])
+def movement(runs: Sequence[Run], key: str, window: int = 5) -> tuple[str, int]:
+    """How a metric moved, from its mean over the first steps to that over the last: in words, and its sign.
+
+    Means of a window, so that one step's noise decides nothing; the interval of the change is over runs.
+    """
+    steps = [[value for (value,) in curve([run], key).values()] for run in runs]
+    starts, stops = (
+        [mean(part) for part in parts] for parts in ([s[:window] for s in steps], [s[-window:] for s in steps])
+    )
+    average, _, half = interval([stop - start for start, stop in zip(starts, stops, strict=True)])
+    moved = (average, half)
+    return f"{mean(starts):.3g} → {mean(stops):.3g} ({signed(moved)})", sign(moved)
 
 
 def tables(
@@ -179,10 +188,10 @@ def estimator_table() -> str:
 
 
 def draw_estimators(path: Path) -> None:
-    """One token's estimate against q / p, for p = 0.1: where the two sources' estimators are steep."""
+    """One token's estimate against q / p: where the two sources' estimators are steep. It depends on nothing else."""
     figure, axes = grid(3, 3)
-    ratios = torch.logspace(-3, 0.99, 400, dtype=torch.float64)
-    prior = torch.full((400, 1), 0.1, dtype=torch.float64).log()
+    ratios = torch.logspace(-2, 2, 400, dtype=torch.float64)
+    prior = torch.full((400, 1), 1e-3, dtype=torch.float64).log()
     posterior = prior + ratios.log().unsqueeze(-1)
     drawn: tuple[tuple[str, Denominator, bool], ...] = (
         ("source: traces of the prior", "source", True),
@@ -193,8 +202,7 @@ def draw_estimators(path: Path) -> None:
         for weight in WEIGHTS:
             value = token_kl(kind, prior, posterior, torch.full((400,), from_prior), weight, share=0.5)
             own.plot(ratios.tolist(), value.squeeze(-1).tolist(), label=f"a = {weight:g}")
-        own.set(title=title, xlabel="q / p of the token (p = 0.1)", xscale="log", yscale="symlog")
-        own.set_ylabel("estimate, nats")
+        own.set(title=title, xlabel="q / p of the token", ylabel="estimate, nats", xscale="log", ylim=(-0.1, 5))
         own.legend(fontsize="x-small")
     save(figure, path)
 
@@ -243,19 +251,24 @@ def dynamics_words(runs: Sequence[Run]) -> str:
         f"The posterior's mean reward is above the prior's at {above} of {len(steps)} steps (the paper: throughout)."
     ]
     claims = {
-        "reward": ("rewards", 1, "both rise"),
-        "length": ("traces", 1, "they grow"),
-        "nll": ("the NLL", -1, "it falls"),
-        "kl": ("the KL term", -1, "it falls"),
+        "reward": ("Rewards", 1, "both rise"),
+        "length": ("Lengths", 1, "they grow"),
+        "nll": ("The NLL", -1, "it falls"),
+        "kl": ("The KL term", -1, "it falls"),
     }
     for key, (what, direction, paper) in claims.items():
-        found = {source: ends(values) for source, values in curves[key].items()}
-        moved = ", ".join(f"{source} {start:.3g} → {end:.3g}" for source, (start, end) in found.items())
-        seen = all(direction * (end - start) > 0 for start, end in found.values())
-        words.append(
-            f"Means of the first and the last five steps of {what}: {moved} (the paper: {paper}; {'seen' if seen else 'not seen'} here)."
-        )
-    return "\n".join(f"* {line}" for line in words)
+        cells = []
+        for source in SOURCES:
+            moved, moved_to = movement(runs, f"covrl/{source}/{key}")
+            verdict = {direction: "as there", 0: "no change beyond the seeds' noise", -direction: "the opposite"}[
+                moved_to
+            ]
+            cells.append(f"{source} {moved}, {verdict}")
+        words.append(f"{what} (the paper: {paper}): {'; '.join(cells)}.")
+    return (
+        "Means of the first and of the last five steps, and the change with its interval over seeds:\n\n"
+        + "\n".join(f"* {line}" for line in words)
+    )
 
 
 def share_words(shares: Points) -> str:
@@ -265,14 +278,10 @@ def share_words(shares: Points) -> str:
         found = difference(shares[better], shares[worse], ACCURACY)
         verdict = {1: "seen here", 0: "not told apart here", -1: "the opposite here"}[sign(found)]
         words.append(f"* The paper has {better} above {worse}: {signed(found)} at equal seeds, {verdict}.")
-    lengths = {name: ends(curve(shares[name], LENGTH)) for name in ("alpha = 0.1", "alpha = 0.9")}
-    moved = ", ".join(f"{name} {start:.2f} → {end:.2f}" for name, (start, end) in lengths.items())
-    rises = (
-        lengths["alpha = 0.1"][1] > lengths["alpha = 0.1"][0] and lengths["alpha = 0.9"][1] < lengths["alpha = 0.9"][0]
-    )
+    lengths = ", ".join(f"{name} {movement(shares[name], LENGTH)[0]}" for name in ("alpha = 0.1", "alpha = 0.9"))
     words.append(
-        f"* The paper's traces grow at 0.1 and shrink at 0.9. Tokens, first and last five steps: {moved}; the directions are "
-        f"{'those' if rises else 'not both those'} of the paper, and traces of a fixed form can hardly move."
+        f"* The paper's traces grow at 0.1 and shrink at 0.9. Tokens, first and last five steps: {lengths}. Traces of one "
+        "fixed form can hardly move."
     )
     return "\n".join(words)
 
@@ -286,7 +295,7 @@ def share_table(shares: Points) -> str:
             span(runs, ACCURACY),
             signed(difference(runs, shares[middle], ACCURACY)) if name != middle else "",
             change(runs, LENGTH, 1),
-            *(f"{ends(curve(runs, f'covrl/{source}/kl'))[1]:.3g}" for source in SOURCES),
+            *(movement(runs, f"covrl/{source}/kl")[0] for source in SOURCES),
         ]
         for name, runs in shares.items()
     ]
@@ -340,7 +349,7 @@ Intervals are 95 %, by Student's t over seeds; differences are paired by seed, w
 
 Against covrl: {order(methods, "covrl", ACCURACY)}. {place(methods)}
 
-* All have the same learning rate and the same number of sampled traces; none was tuned. LaTRO, JLB, VeriFree and RAVR have no importance ratio and make four updates a rollout here like the others; the `_grpo` points are the forms that the paper trains (GRPO's loss on the method's reward).
+* All have the same learning rate and the same number of sampled traces; none was tuned. LaTRO, JLB and VeriFree have no importance ratio and make four updates a rollout here like the others; the `_grpo` points are the forms that the paper trains (GRPO's loss on the method's reward).
 * CoVRL, RAVR and their variants sample from the posterior too, so the lengths of their traces are means over both prompts.
 
 ## Presets and the source's draw
@@ -361,7 +370,7 @@ The runs `covrl` of the same sweep, means over seeds:
 
 ## Share of the prior (Fig. 5)
 
-`covary sweep sweeps/covrl_prior_share.yaml --threads 1`: alpha, the probability that a trace comes from the prior. KL: mean of the term over the last five steps, nats per token, by the trace's source.
+`covary sweep sweeps/covrl_prior_share.yaml --threads 1`: alpha, the probability that a trace comes from the prior. KL: the term in nats per token by the trace's source, means of the first and the last five steps.
 
 {share_table(shares)}
 
@@ -380,7 +389,7 @@ estimates; root mean square of their distance to the exact KL(p' || p) at the sa
 
 * All estimates are non-negative for every a. `source` (the paper's), `hybrid_exact` and `full` have the exact mean; `hybrid` has not behind the first token, since which prompt wrote a trace is no longer even odds there.
 * The weights of `source` have no bound: where the prompts disagree (spread 3), rare tokens cost it hundreds of times the error of `hybrid`. `hybrid_exact` lies between: as the prefix gives the source away it becomes `source`. Where the prompts nearly agree (spread 0.3), the choice hardly matters.
-* The plot is for one token, where `hybrid` and `hybrid_exact` are one. For a prior's trace the paper's estimator grows like q/p log q/p, for a posterior's like the log of p/q; the mixture's weight is at most max(a / alpha, (1 - a) / (1 - alpha)).
+* The plot is for one token, where `hybrid` and `hybrid_exact` are one. For a prior's trace the paper's estimator grows like q/p log q/p, for a posterior's like p/q; the mixture's weight is at most max(a / alpha, (1 - a) / (1 - alpha)).
 
 Made by `python {command}` on {platform.machine()}, torch {version("torch")}, transformers {version("transformers")}.
 """

@@ -268,7 +268,7 @@ def pair_section(rows: Sequence[Mapping[str, Any]]) -> str:
 
 ![group variance by step](plots/distillation_pair.png)
 
-From the first {few} steps to the last {few} the mean variance goes from {early:.1f} to {late:.1f} nats² (single steps: {start:.1f} to {end:.1f}). A few prompts a step make it noisy, and {len(steps)} steps are too few to say more than that two real models of two families train together.
+From the first {few} steps to the last {few} the mean variance goes from {early:.1f} to {late:.1f} nats² (single steps: {start:.1f} to {end:.1f}). Four prompts a step make it noisy: {len(steps)} steps show that two real models of two families can be put together, and little more.
 """
 
 
@@ -295,9 +295,9 @@ def page(
     return f"""# Distillation in small
 
 GVPO-OPD and what GVPO++ (section VII) compares it with, on the distillation quickstart's task: sums of two terms of up to two digits, a byte-level student of 0.12 M parameters that knows three ways
-of answering ([which](../../covary/models/tiny_student/README.md)), and two shipped teachers, one that reads words and one that reads the student's bytes. Every run has 20 steps of 16 prompts with 8 completions, one update a step;
-figures are of 200 held-out questions, 2 samples each at temperature 1. **What this can show is small**: the teacher always answers right and in a form that the student knows, so distilling is choosing among habits, and completions are some twenty bytes long.
-What depends on long reasoning, on a teacher's errors or on knowledge that the student lacks does not show here.
+of answering ([which](../../covary/models/tiny_student/README.md)), and two shipped teachers, one that reads words and one that reads the student's bytes. Every run has 20 steps of 16 prompts with 8 completions (SFT: the one given answer), one update a step;
+figures are of 200 held-out questions, 2 samples each at temperature 1. **What this can show is small**: the teachers are right in 95 to 96 % of their samples, in a form that the student knows, so distilling is choosing among habits, and completions are some twenty bytes long.
+What depends on long reasoning or on knowledge that the student lacks does not show here.
 
 Intervals are 95 %, by Student's t over seeds; differences are paired by seed, which shares data and their order, and are not corrected for how many there are. The test questions are the same in all runs.
 
@@ -327,7 +327,8 @@ Against {next(iter(same))}, the paper's alpha for this case: {order(same, next(i
 ![accuracy by step](plots/distillation.png)
 
 * SFT learns the task's own answers, which are bare numbers: it unlearns the working that makes the student's answers right. The paper's training data has worked solutions, so nothing is to be concluded about SFT.
-* SeqKD, supervised_kd and half of GKD learn from what the teacher samples. Where the teacher always answers right, imitating it is the fastest way, as [RAFT and SFT are without a teacher](methods.md).
+* SeqKD, supervised_kd and half of GKD learn from what the teacher samples, the others from what the student does. A teacher this good, whose every sample is worth imitating, favours the former, as [RAFT and SFT are favoured without a teacher](methods.md).
+* No order of this table is evidence about the paper's: a tenth of a million parameters, one task, twenty steps.
 
 ## Alpha (Fig. 7)
 

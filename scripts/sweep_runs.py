@@ -36,6 +36,9 @@ class Run:
         return next(row[key] for row in reversed(self.rows) if row.get(key) is not None)
 
 
+COLOURS, LINES = 10, ("solid", "dashed", "dotted")
+FEW = 6
+
 Points = dict[str, list[Run]]
 Curve = dict[int, list[float]]
 """Values over runs, by step."""
@@ -133,16 +136,21 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
 
 
-def plot(path: Path, panels: Mapping[str, Mapping[str, Curve]], x: str = "step", columns: int = 2) -> None:
-    """Panels of curves by title: the mean over runs, shaded to its 95 % interval."""
+def plot(path: Path, panels: Mapping[str, Mapping[str, Curve]], columns: int = 2) -> None:
+    """Panels of curves by title: the mean over runs, shaded to its 95 % interval where curves are few."""
     figure, axes = grid(len(panels), columns)
     for own, (title, curves) in zip(axes, panels.items(), strict=True):
-        for name, values in curves.items():
+        for i, (name, values) in enumerate(curves.items()):
             steps, found = list(values), [interval(column) for column in values.values()]
-            (line,) = own.plot(steps, [a for a, _, _ in found], label=name, marker="o", markersize=2)
+            (line,) = own.plot(
+                steps, [a for a, _, _ in found], label=name, marker="o", markersize=2, linestyle=LINES[i // COLOURS]
+            )
+            if len(curves) > FEW:  # bands over bands show nothing
+                continue
             low, high = ([a + side * (0 if math.isnan(h) else h) for a, _, h in found] for side in (-1, 1))
             own.fill_between(steps, low, high, alpha=0.12, color=line.get_color())
-        own.set(title=title, xlabel=x)
+        own.set(title=title, xlabel="step")
+        own.xaxis.get_major_locator().set_params(integer=True)
         own.legend(fontsize="x-small")
     save(figure, path)
 

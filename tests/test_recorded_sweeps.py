@@ -202,7 +202,10 @@ def test_the_page_of_covrl(scripts: dict[str, ModuleType], tmp_path: Path, monke
     assert "| latro | 0.400 → 0.920 | 0.900 to 0.940 | +0.300 ± 0.000 | 8.0 → 8.0 | 5 |" in text
     assert "The paper has CoVRL first of the methods without a verifier; here it is not." in text
     assert "above the prior's at 20 of 20 steps" in text
-    assert "of rewards: prior -1.97 → -1.82, posterior -1.03 → -1.18 (the paper: both rise; not seen here)" in text
+    assert (
+        "Rewards (the paper: both rise): prior -1.97 → -1.82 (+0.150 ± 0.000), as there; "
+        "posterior -1.03 → -1.18 (-0.150 ± 0.000), the opposite." in text
+    )
     assert "The paper has alpha = 0.1 above alpha = 0.9: +0.200 ± 0.000 at equal seeds, seen here." in text
     assert "The paper has alpha = 0.5 above alpha = 0.1: -0.200 ± 0.000 at equal seeds, the opposite here." in text
     pytest.importorskip("matplotlib")
@@ -210,6 +213,18 @@ def test_the_page_of_covrl(scripts: dict[str, ModuleType], tmp_path: Path, monke
     drawn = {path.name for path in (tmp_path / "plots").glob("*.png")}
     assert drawn == {"covrl.png", "covrl_dynamics.png", "covrl_prior_share.png", "covrl_kl.png"}
     assert all(f"plots/{name}" in text for name in drawn)
+
+
+def test_a_movement_is_of_windows_and_its_interval_over_runs(scripts: dict[str, ModuleType]) -> None:
+    run = scripts["runs"].Run
+
+    def rows(*values: float) -> list[dict[str, float]]:
+        return [{"step": step, "m": value} for step, value in enumerate(values)]
+
+    runs = [run(0, {}, rows(1, 3, 99, 5, 5)), run(1, {}, rows(2, 2, 99, 4, 4))]
+    moved = scripts["covrl"].movement(runs, "m", window=2)
+    assert moved == ("2 → 4.5 (+2.500 ± 6.353)", 0)  # changes 3 and 2: 12.706 * sqrt(0.5) / sqrt(2)
+    assert scripts["covrl"].movement([runs[0], runs[0]], "m", window=2)[1] == 1
 
 
 def test_estimators_have_the_exact_mean_where_the_page_says_so(scripts: dict[str, ModuleType]) -> None:
