@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 from torch import nn
 
+from covary.http import read_key
 from covary.models.teacher import LocalTeacher
 from covary.rollout.server import ServerRollout
 from covary.rollout.store import Store
@@ -47,8 +47,11 @@ def teacher_rollout(
         on_progress: called with (completions finished, completions in all).
 
     Raises:
-        UserError: the file of completions cannot be read.
+        UserError: the file of completions cannot be read, the server's key is not set, or the student's tokenizer has
+            no end token.
     """
+    if reading.student.eos_token_id is None:
+        raise UserError("model.name: its tokenizer has no end token, so the teacher's completions cannot be ended")
     sampler: TransformersRollout | ServerRollout
     if local is not None:
         sampler = TransformersRollout(local.model, local.tokenizer)  # pyright: ignore[reportArgumentType]
@@ -57,7 +60,7 @@ def teacher_rollout(
     else:
         assert isinstance(teacher, TeacherServer)
         name = teacher.served_model or teacher.tokenizer
-        key = os.environ.get(teacher.api_key) if teacher.api_key else None
+        key = read_key(teacher.api_key, "teacher.api_key") if teacher.api_key is not None else None
         sampler = ServerRollout(
             teacher.url, name, reading.teacher, key, teacher.concurrency, teacher.timeout, teacher.attempts
         )
