@@ -540,7 +540,13 @@ def _benchmarks(eval_: Eval, task: Task) -> list[Task]:
         if name in names:
             raise UserError(f"eval.tasks: two tasks would report eval/{name}")
         names.append(name)
-    return [load_task(Benchmark(name, data_dir=eval_.data_dir, test=eval_.limit)) for name in eval_.tasks]
+    tasks: list[Task] = []
+    for name in eval_.tasks:
+        try:
+            tasks.append(load_task(Benchmark(name, data_dir=eval_.data_dir, test=eval_.limit)))
+        except UserError as error:
+            raise UserError(f"eval.tasks, {name}: {error}") from error
+    return tasks
 
 
 def _seen_in_training(train: Sequence[Example], benchmarks: Sequence[Task]) -> Iterator[str]:

@@ -332,6 +332,10 @@ def test_benchmarks_are_evaluated_beside_the_test_split(tmp_path, capsys, monkey
     for wrong, message in (
         ({"tasks": ["gsm9k"]}, "'gsm9k' is no benchmark .*; did you mean gsm8k"),
         ({"tasks": ["gsm8k", "gsm8k"], "data_dir": "data"}, "two tasks would report eval/gsm8k"),
+        (
+            {"tasks": ["gsm8k"], "data_dir": "/nowhere"},
+            "eval.tasks, gsm8k: data_dir: there is no folder /nowhere/gsm8k",
+        ),
         ({"limit": 3}, r"eval\.limit: would be ignored"),
     ):
         with pytest.raises(UserError, match=message):
