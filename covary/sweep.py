@@ -31,22 +31,12 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from covary.api import from_anywhere
 from covary.config import RunConfig, apply_overrides, changed_keys, load_recipe, validate
 from covary.lock import is_locked
 from covary.log import Screen
 from covary.types import RunError, UserError
 
-# Keys whose relative paths a run makes absolute.
-_PATHS = (
-    "out",
-    "model.name",
-    "reward",
-    "eval.reward",
-    "task.path",
-    "task.test_path",
-    "task.template",
-    "rollout.file.path",
-)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LONGEST_NAME = 250  # bytes that file systems take, less the ending of the log beside a folder
 _KEYS = ("recipe", "out", "seeds", "set", "grid", "points", "metric")
@@ -134,7 +124,7 @@ def _refuse_others(folder: Path, config: RunConfig, point: str) -> None:
     if not recipe.is_file():
         return
     before = validate(load_recipe(recipe), where=str(recipe))
-    changed = [key for key in changed_keys(before, config) if key not in _PATHS]
+    changed = [key for key in changed_keys(before, from_anywhere(config)) if key != "out"]  # the sweep may have moved
     if changed:
         raise UserError(
             f"{folder} holds a run of point {point} with other settings ({', '.join(changed)}); move it away, or name "

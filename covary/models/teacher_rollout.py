@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
+from covary.http import read_key
 from covary.models.loading import fingerprint
 from covary.models.teacher import LocalTeacher
 from covary.rollout.server import ServerRollout
@@ -42,8 +42,11 @@ def teacher_rollout(
         on_progress: called with (completions finished, completions in all).
 
     Raises:
-        UserError: the file of completions cannot be read.
+        UserError: the file of completions cannot be read, the server's key is not set, or the student's tokenizer has
+            no end token.
     """
+    if reading.student.eos_token_id is None:
+        raise UserError("model.name: its tokenizer has no end token, so the teacher's completions cannot be ended")
     sampler: TransformersRollout | ServerRollout
     if local is not None:
         sampler = TransformersRollout(local.model, local.tokenizer)  # pyright: ignore[reportArgumentType]
@@ -52,7 +55,7 @@ def teacher_rollout(
     else:
         assert isinstance(teacher, TeacherServer)
         name = teacher.served_model or teacher.tokenizer
-        key = os.environ.get(teacher.api_key) if teacher.api_key else None
+        key = read_key(teacher.api_key, "teacher.api_key") if teacher.api_key is not None else None
         sampler = ServerRollout(
             teacher.url, name, reading.teacher, key, teacher.concurrency, teacher.timeout, teacher.attempts
         )
