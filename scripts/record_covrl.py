@@ -203,7 +203,7 @@ def draw_estimators(path: Path) -> None:
             value = token_kl(kind, prior, posterior, torch.full((400,), from_prior), weight, share=0.5)
             own.plot(ratios.tolist(), value.squeeze(-1).tolist(), label=f"a = {weight:g}")
         own.set(title=title, xlabel="q / p of the token", ylabel="estimate, nats", xscale="log", ylim=(-0.1, 5))
-        own.legend(fontsize="x-small")
+        own.legend(fontsize="x-small", loc="upper center")
     save(figure, path)
 
 
