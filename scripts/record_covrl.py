@@ -68,7 +68,7 @@ def main() -> None:
     methods = read(SWEEPS / "covrl_methods.yaml", arguments.runs)
     shares = by_share(read(SWEEPS / "covrl_prior_share.yaml", arguments.runs))
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(page(methods, shares, f"{parser.prog} {arguments.runs}"), encoding="utf-8")
+    arguments.out.write_text(page(methods, shares), encoding="utf-8")
     print(f"wrote {arguments.out}")
     draw(methods, shares, arguments.out.parent / "plots")
 
@@ -203,7 +203,7 @@ def draw_estimators(path: Path) -> None:
             value = token_kl(kind, prior, posterior, torch.full((400,), from_prior), weight, share=0.5)
             own.plot(ratios.tolist(), value.squeeze(-1).tolist(), label=f"a = {weight:g}")
         own.set(title=title, xlabel="q / p of the token", ylabel="estimate, nats", xscale="log", ylim=(-0.1, 5))
-        own.legend(fontsize="x-small")
+        own.legend(fontsize="x-small", loc="upper center")
     save(figure, path)
 
 
@@ -329,7 +329,7 @@ def variant_words(methods: Points) -> str:
     return "\n".join(lines)
 
 
-def page(methods: Points, shares: Points, command: str) -> str:
+def page(methods: Points, shares: Points) -> str:
     return f"""# CoVRL in small
 
 CoVRL and what its paper compares it with, on the CoVRL quickstart's task: two-term sums from a shipped model of 0.4 M parameters that writes a trace in tags and
@@ -391,7 +391,7 @@ estimates; root mean square of their distance to the exact KL(p' || p) at the sa
 * The weights of `source` have no bound: where the prompts disagree (spread 3), rare tokens cost it hundreds of times the error of `hybrid`. `hybrid_exact` lies between: as the prefix gives the source away it becomes `source`. Where the prompts nearly agree (spread 0.3), the choice hardly matters.
 * The plot is for one token, where `hybrid` and `hybrid_exact` are one. For a prior's trace the paper's estimator grows like q/p log q/p, for a posterior's like p/q; the mixture's weight is at most max(a / alpha, (1 - a) / (1 - alpha)).
 
-Made by `python {command}` on {platform.machine()}, torch {version("torch")}, transformers {version("transformers")}.
+Made by `python scripts/record_covrl.py` on {platform.machine()}, torch {version("torch")}, transformers {version("transformers")}.
 """
 
 

@@ -57,14 +57,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/results/distillation.md"))
     arguments = parser.parse_args()
 
-    rates = by_rate(read(RATES, arguments.runs))
+    recorded = read(RATES, arguments.runs)
     if arguments.choose:
+        rates = by_rate(recorded)
         METHODS.write_text(methods_sweep(load_recipe(RATES), chosen(rates)), encoding="utf-8")
         print(f"{rate_table(rates)}\nwrote {METHODS}")
         return
     methods, alpha = read(METHODS, arguments.runs), read(ALPHA, arguments.runs)
     pair = read_rows(arguments.pair / "metrics.jsonl")
-    text = page(rates, methods, by_alpha(alpha), pair, f"{parser.prog} {arguments.runs}")
+    text = page(recorded, methods, by_alpha(alpha), pair)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(text, encoding="utf-8")
     print(f"wrote {arguments.out}")
@@ -145,7 +146,7 @@ def method_table(points: Points) -> str:
     return table(head, rows)
 
 
-def equal(methods: Points, words: str) -> tuple[dict[str, tuple[float, float]], int | None, int]:
+def equal(points: Points, words: str) -> tuple[dict[str, tuple[float, float]], int | None, int]:
     """GVPO-OPD with alpha 0 beside the sequence-level policy gradient, at equal seeds and rates, step by step.
 
     Returns:
@@ -156,8 +157,8 @@ def equal(methods: Points, words: str) -> tuple[dict[str, tuple[float, float]], 
     found: dict[str, tuple[float, float]] = {}
     parted: list[int] = []
     pairs = 0
-    for ours in methods.get(f"gvpo_opd {words} alpha 0", []):
-        for theirs in methods.get(f"pg_opd_sequence {words}", []):
+    for ours in points.get(f"gvpo_opd {words} alpha 0", []):
+        for theirs in points.get(f"pg_opd_sequence {words}", []):
             if (ours.seed, ours.overrides["optimizer.lr"]) != (theirs.seed, theirs.overrides["optimizer.lr"]):
                 continue
             pairs += 1
@@ -209,7 +210,7 @@ def length_words(alpha: Points) -> str:
     )
 
 
-def equal_section(methods: Points) -> str:
+def equal_section(methods: Points, recorded: Points) -> str:
     parts = []
     for words, title in (("other tokens", "another tokenizer"), ("same tokens", "the same tokenizer")):
         found, parted, pairs = equal(methods, words)
@@ -223,12 +224,31 @@ def equal_section(methods: Points) -> str:
             if parted is None
             else f"sampled as many tokens up to step {parted - 1}"
         )
-        rows = [[f"`{key}`", f"{gap:.2g}", f"{size:.3g}"] for key, (gap, size) in found.items()]
+        rows = [[f"`{key}`", f"{gap:.2g}", f"{size:.3g}"] for key, (gap, size) in found.items() if gap]
+        same = sum(not gap for gap, _ in found.values())
         parts.append(
-            f"With {title}, {pairs} pairs of runs, which {sampled}:\n\n"
+            f"With {title}, {pairs} pairs of runs, which {sampled}. Of {len(found)} metrics {same} are equal to the last bit, "
+            f"accuracy {'among them' if not found[ACCURACY][0] else 'not'}. The others:\n\n"
             + table(["metric", "largest difference", "largest value"], rows)
         )
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, parting(recorded)])
+
+
+def parting(recorded: Points) -> str:
+    """At which learning rates of the rates' sweep rounding grew until the two sampled other tokens."""
+    cells = []
+    for words in ("other tokens", "same tokens"):
+        for rate in sorted({float(runs[0].overrides["optimizer.lr"]) for runs in recorded.values()}):
+            own = {name.removesuffix(f" lr={rate}"): runs for name, runs in recorded.items()}
+            _, parted, pairs = equal(own, words)
+            if pairs:
+                cells.append(f"{words}, {rate:g}: {'never' if parted is None else f'at step {parted}'}")
+    return (
+        "On seed 0, in the table of learning rates, the two first sample other tokens as follows: "
+        + "; ".join(cells)
+        + ". "
+        "Where a rate is too high for stable training, differences of rounding grow until a sampled token flips, and from there on the runs are two."
+    )
 
 
 def pair_section(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -273,12 +293,12 @@ From the first {few} steps to the last {few} the mean variance goes from {early:
 
 
 def page(
-    rates: Mapping[str, Mapping[float, float]],
+    recorded: Points,
     methods: Points,
     alpha: Points,
     pair: Sequence[Mapping[str, Any]],
-    command: str,
 ) -> str:
+    rates = by_rate(recorded)
     other, same = scenario(methods, "other tokens", OTHER), scenario(methods, "same tokens", SAME)
     steps = [1, 5, 10, 15, 20]
     alphas = [
@@ -304,7 +324,7 @@ Intervals are 95 %, by Student's t over seeds; differences are paired by seed, w
 ## A learning rate for each method
 
 `covary sweep sweeps/distillation_rates.yaml --threads 1`: final accuracy by learning rate on seed 0, which the comparison does not use; the best of three is taken, as the paper does with its own three.
-The choice is made on the test questions (on other seeds than the comparison's), for every method alike.
+The choice is made on the test questions (on another seed than the comparison's), for every method alike; where the best is the smallest of the three, a still smaller one was not tried.
 
 {rate_table(rates)}
 
@@ -327,7 +347,8 @@ Against {next(iter(same))}, the paper's alpha for this case: {order(same, next(i
 ![accuracy by step](plots/distillation.png)
 
 * SFT learns the task's own answers, which are bare numbers: it unlearns the working that makes the student's answers right. The paper's training data has worked solutions, so nothing is to be concluded about SFT.
-* SeqKD, supervised_kd and half of GKD learn from what the teacher samples, the others from what the student does. A teacher this good, whose every sample is worth imitating, favours the former, as [RAFT and SFT are favoured without a teacher](methods.md).
+* GVPO-OPD and `pg_opd_sequence` get one number a completion, the others (SFT aside) learn from each of its tokens: over twenty steps on twenty-byte completions that is an advantage. SeqKD, supervised_kd and half of GKD learn from the teacher's own samples,
+  and where nearly all of those are right, imitating them is hard to beat, as [RAFT and SFT](methods.md) are without a teacher.
 * No order of this table is evidence about the paper's: a tenth of a million parameters, one task, twenty steps.
 
 ## Alpha (Fig. 7)
@@ -355,9 +376,9 @@ The same runs: mean length of the sampled completions, in tokens.
 GVPO-OPD with f = 1 and one update a rollout is REINFORCE with the leave-one-out baseline and the log-ratio to the teacher as its reward, `pg_opd_sequence`. Runs of the two at equal seeds and rates (those of the tables above), over all steps; losses are left
 out, since one is half a variance and the other a surrogate with the same gradient, and times.
 
-{equal_section(methods)}
+{equal_section(methods, recorded)}
 {pair_section(pair)}
-Made by `python {command}` on {platform.machine()}, torch {version("torch")}, transformers {version("transformers")}.
+Made by `python scripts/record_distillation.py` on {platform.machine()}, torch {version("torch")}, transformers {version("transformers")}.
 """
 
 
@@ -376,7 +397,7 @@ def draw(methods: Points, alpha: Points, pair: Sequence[Mapping[str, Any]], fold
     if values:
         plot(
             folder / "distillation_pair.png",
-            {"group variance of the log-ratio, nats²": {"smollm2 from gemma 3": values}},
+            {"group variance of the log-ratio, nats²": {"SmolLM2 from Gemma 3": values}},
         )
 
 

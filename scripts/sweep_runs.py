@@ -37,7 +37,7 @@ class Run:
 
 
 COLOURS, LINES = 10, ("solid", "dashed", "dotted")
-FEW = 6
+FEW = 4
 
 Points = dict[str, list[Run]]
 Curve = dict[int, list[float]]
@@ -151,7 +151,7 @@ def plot(path: Path, panels: Mapping[str, Mapping[str, Curve]], columns: int = 2
             own.fill_between(steps, low, high, alpha=0.12, color=line.get_color())
         own.set(title=title, xlabel="step")
         own.xaxis.get_major_locator().set_params(integer=True)
-        own.legend(fontsize="x-small")
+        own.legend(fontsize="x-small", loc="upper left")
     save(figure, path)
 
 

@@ -145,15 +145,19 @@ def test_the_page_of_distillation(scripts: dict[str, ModuleType], tmp_path: Path
         end = 0.9 if "alpha 1" in point else 0.7 if "lr=0.0003" in point else 0.6
         measured = {0: 0.4 + 0.01 * seed, steps: end + 0.01 * seed}
         return [
-            {"step": step, "completion/length": 20.0 - step * ("alpha=0.0," in f"{point},"), "tokens/generated": 5}
+            {
+                "step": step,
+                "completion/length": 20.0 - step * ("alpha=0.0," in f"{point},"),
+                "tokens/generated": 5 + ("lr=0.001" in point and "pg" in point and step > 6),
+            }
             | ({module.ACCURACY: measured[step], module.LENGTH: 21.0} if step in measured else {})
             for step in range(steps + 1)
         ]
 
     for file in (module.RATES, module.METHODS, module.ALPHA):
         record(file, tmp_path, rows)
-    rates = module.by_rate(runs.read(module.RATES, tmp_path))
-    assert module.chosen(rates)["seqkd same tokens"] == 3e-4
+    rates = runs.read(module.RATES, tmp_path)
+    assert module.chosen(module.by_rate(rates))["seqkd same tokens"] == 3e-4
     methods, alpha = runs.read(module.METHODS, tmp_path), module.by_alpha(runs.read(module.ALPHA, tmp_path))
     assert list(alpha) == ["alpha = 0", "alpha = 0.25", "alpha = 0.5", "alpha = 0.75", "alpha = 1"]
     pair = [
@@ -161,15 +165,16 @@ def test_the_page_of_distillation(scripts: dict[str, ModuleType], tmp_path: Path
          "gvpo_opd/student_length": 30.0, "gvpo_opd/teacher_length": 28.0, "gvpo_opd/truncated": 0.5}
         for step in range(1, 16)
     ]  # fmt: skip
-    text = module.page(rates, methods, alpha, pair, "command")
+    text = module.page(rates, methods, alpha, pair)
     assert "| gvpo_opd alpha 1 | 0.0001 | 0.430 → 0.930 | 0.910 to 0.950 |  | 21.0 → 21.0 | 5 |" in text
     assert "| sft gold | 0.0001 | 0.430 → 0.630 | 0.610 to 0.650 | -0.300 ± 0.000 |" in text
     assert "here nothing is ahead of it" in text
     assert "At alpha = 0 completions fall from 20.0 to 0.0 tokens, as the paper's figure shows it." in text
     assert "so the paper's finding does not show in small" in text
     assert "With another tokenizer, 5 pairs of runs, which sampled as many tokens at every step" in text
+    assert "other tokens, 0.0003: never; other tokens, 0.001: at step 7; same tokens, 0.0001: never" in text
     assert "the mean variance goes from 97.0 to 87.0 nats²" in text
-    assert "A real pair" not in module.page(rates, methods, alpha, [], "command")
+    assert "A real pair" not in module.page(rates, methods, alpha, [])
     pytest.importorskip("matplotlib")
     module.draw(methods, alpha, pair, tmp_path / "plots")
     assert {path.name for path in (tmp_path / "plots").glob("*.png")} == {
@@ -198,7 +203,7 @@ def test_the_page_of_covrl(scripts: dict[str, ModuleType], tmp_path: Path, monke
         record(ROOT / "sweeps" / f"{name}.yaml", tmp_path, rows)
     methods = runs.read(ROOT / "sweeps" / "covrl_methods.yaml", tmp_path)
     shares = module.by_share(runs.read(ROOT / "sweeps" / "covrl_prior_share.yaml", tmp_path))
-    text = module.page(methods, shares, "command")
+    text = module.page(methods, shares)
     assert "| latro | 0.400 → 0.920 | 0.900 to 0.940 | +0.300 ± 0.000 | 8.0 → 8.0 | 5 |" in text
     assert "The paper has CoVRL first of the methods without a verifier; here it is not." in text
     assert "above the prior's at 20 of 20 steps" in text
