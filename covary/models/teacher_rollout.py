@@ -16,6 +16,7 @@ from covary.rollout.teacher import TeacherRollout, Translation
 from covary.rollout.transformers import TransformersRollout
 from covary.scoring.reading import Reading
 from covary.settings import Teacher, TeacherServer
+from covary.types import UserError
 
 _LOOKED_AT = 256
 """Numbers of each parameter that a fingerprint reads, evenly spread: any training changes nearly all of them."""
