@@ -14,6 +14,7 @@ from covary.rollout.teacher import TeacherRollout, Translation
 from covary.rollout.transformers import TransformersRollout
 from covary.scoring.reading import Reading
 from covary.settings import Teacher, TeacherServer
+from covary.types import UserError
 
 
 def teacher_rollout(

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from covary.models.loading import fingerprint, load_tokenizer
+from covary.models.teacher_rollout import teacher_rollout
+from covary.prompts import Template
 from covary.rollout.store import Store
 from covary.rollout.teacher import TeacherRollout, Translation
 from covary.rollout.transformers import TransformersRollout
+from covary.scoring.reading import Reading
+from covary.settings import TeacherServer
 from covary.types import Completion, Example, Finish, Group, Request, RunError, Sampling, UserError
 from tests.models import byte_tokenizer, random_llama
 
@@ -265,6 +270,23 @@ class TestTeacherRollout:
         for request in (Request(1), Request(1, source="teacher", decoding="greedy")):
             with pytest.raises(ValueError, match="asked for samples of its own"):
                 engine.generate([[request]], [Group(Example("a", ""), {"prompt": [1]})], SAMPLING, seed=0)
+
+
+def test_a_student_without_an_end_token_learns_no_ends(tmp_path: Path, bpe: Any) -> None:
+    student = deepcopy(STUDENT)
+    student.eos_token = None
+    with pytest.raises(UserError, match=r"model\.name: its tokenizer has no end token"):
+        teacher_rollout(
+            TeacherServer("http://localhost:1/v1", "tiny"),
+            Reading(student, bpe, Template("chat"), end=0),
+            None,
+            student_ends=frozenset({END}),
+            student_vocabulary=259,
+            folder=tmp_path,
+            seed=0,
+            say=silent,
+            on_progress=lambda done, of: None,
+        )
 
 
 def test_a_fingerprint_tells_models_of_one_name_apart() -> None:
