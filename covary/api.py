@@ -154,9 +154,11 @@ def start_run(config: RunConfig, function: Callable[..., object] | None, screen:
     """
     folder = Path(config.out or f"runs/{to_dict(config)['algorithm']['name'].rpartition(':')[2]}")
     _refuse_existing(folder)
-    config = _from_anywhere(replace(config, out=str(folder)))
+    config = from_anywhere(replace(config, out=str(folder)))
     recipe = to_yaml(config)
     check_writable("out", folder)
+    if config.teacher is not None and config.teacher.cache is not None:
+        check_writable("teacher.cache", Path(config.teacher.cache))
     run = build(resolve(config, function), screen)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -177,7 +179,7 @@ def _refuse_existing(folder: Path) -> None:
     raise UserError(f"out: {folder} exists; continue it with --resume {folder}, or name another folder (out=...)")
 
 
-def _from_anywhere(config: RunConfig) -> RunConfig:
+def from_anywhere(config: RunConfig) -> RunConfig:
     """Files of the task, rewards and model by absolute path, so that a resume works from another folder."""
 
     def absolute(text: Any) -> Any:
@@ -405,7 +407,8 @@ class Resolved:
             UserError: it can read no prompt.
         """
         some = self.task.train[:: math.ceil(len(self.task.train) / CHECKED_PROMPTS)]
-        note = check_prompts(reading, some, self.sampling.max_tokens)
+        samples = "teacher" in self.config.algorithm.sources
+        note = check_prompts(reading, some, self.sampling.max_tokens, samples=samples)
         tilt = self.config.algorithm.teacher_note(reading.same_tokens)
         notes = [f"note: {line}" for line in (note, tilt) if line is not None]
         return [*describe(reading, prompt_group(self.task.train[0], self.template, tokenizer)), *notes]
@@ -537,7 +540,13 @@ def _benchmarks(eval_: Eval, task: Task) -> list[Task]:
         if name in names:
             raise UserError(f"eval.tasks: two tasks would report eval/{name}")
         names.append(name)
-    return [load_task(Benchmark(name, data_dir=eval_.data_dir, test=eval_.limit)) for name in eval_.tasks]
+    tasks: list[Task] = []
+    for name in eval_.tasks:
+        try:
+            tasks.append(load_task(Benchmark(name, data_dir=eval_.data_dir, test=eval_.limit)))
+        except UserError as error:
+            raise UserError(f"eval.tasks, {name}: {error}") from error
+    return tasks
 
 
 def _seen_in_training(train: Sequence[Example], benchmarks: Sequence[Task]) -> Iterator[str]:

@@ -120,7 +120,9 @@ class Batch:
     def with_totals(self, normalisers: Sequence[str] = (), reduce: Reduce = one_process) -> Batch:
         """Fix the totals of this optimizer batch over all ranks."""
         names = ("groups", "rows", "tokens", *normalisers)
-        here = [self.num_groups, len(self), int(self.mask.sum()), *(float(self[n].double().sum()) for n in normalisers)]
+        # Without rows `prepare` was not asked, and other ranks may have some: this one still has its part in the sum.
+        prepared = [float(self[name].double().sum()) if len(self) else 0.0 for name in normalisers]
+        here = [self.num_groups, len(self), int(self.mask.sum()), *prepared]
         everywhere = reduce(torch.tensor(here, dtype=torch.float64))  # one collective
         return replace(self, totals=dict(zip(names, everywhere.tolist(), strict=True)))
 

@@ -248,7 +248,7 @@ def save(
             path.chmod(0o644)  # safetensors makes files for their owner alone
             _sync(path)
         _sync(partial)
-        if final.exists():  # not complete, or it would be the one that was resumed from
+        if final.exists():  # not complete or damaged, or it would be the one that was resumed from
             shutil.rmtree(final)
         os.rename(partial, final)
         _sync(parent)
@@ -256,7 +256,8 @@ def save(
         shutil.rmtree(partial, ignore_errors=True)
         raise RunError(f"checkpoint {final} could not be written ({error})") from error
     if keep_last >= 0:
-        for old in checkpoints(run_folder)[:-keep_last]:
+        # A newer one is damaged, since it was not resumed from: it must not take the place of one that is not.
+        for old in [found for found in checkpoints(run_folder) if found.step <= step][:-keep_last]:
             # Renamed first: a kill while files go must not leave a folder that looks complete.
             dropped = old.folder.with_name(old.folder.name + PARTIAL)
             os.rename(old.folder, dropped)

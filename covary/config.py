@@ -423,6 +423,14 @@ def _set_checked(target: dict[str, Any], key: str, hint: Any, value: Any, path: 
     if within and isinstance(value, Mapping):  # a section in a section: what is wrong in it is named
         built: dict[str, Any] = {}
         cls = max(within, key=lambda cls: len(value.keys() & {*_field_names(cls)}))  # of several, what its keys mean
+        own, known = _field_names(cls), {name for each in within for name in _field_names(each)}
+        others = [name for name in value if name in known and name not in own]
+        if others:
+            first = next(name for name in value if name in own)
+            problems.append(
+                f"{path}.{others[0]}: does not go together with {path}.{first}; {path} takes {_takes(hint)}"
+            )
+            return
         _build_section(path, cls, value, {path: _field_names(cls)}, built, problems)
         if path in built:
             target[key] = built[path]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from http.client import HTTPException
 from typing import Any
 
 from covary.types import RunError, UserError
@@ -20,7 +22,7 @@ def post_json(
 ) -> dict[str, Any]:
     """The server's answer to `body`, an object.
 
-    Refused connections, time-outs and the statuses that ask for patience are tried again, with pauses that double; any
+    Refused connections, time-outs, answers that break off and the statuses that ask for patience are tried again, with pauses that double; any
     other refusal is the request's own fault.
 
     Args:
@@ -49,11 +51,29 @@ def post_json(
             trouble = f"{error.code} {said}"
             asked = error.headers.get("Retry-After", "")
             wait = min(float(asked), _LONGEST_PAUSE) if asked.isdecimal() else wait
-        except (OSError, TimeoutError) as error:  # URLError and http.client's resets among them
+        except (OSError, HTTPException) as error:  # time-outs, URLError and http.client's resets among them
             trouble = str(getattr(error, "reason", None) or error) or type(error).__name__
         if attempt < attempts:
             time.sleep(wait)
     raise RunError(f"{url} gave no answer in {attempts} attempts; the last: {trouble}")
+
+
+def read_key(variable: str, what: str) -> str:
+    """A server's key, from the environment. Blanks around it are not part of it: files of secrets end with a line break.
+
+    Args:
+        variable: its name.
+        what: the setting that names it, for messages.
+
+    Raises:
+        UserError: it is not set, or holds what no request can carry.
+    """
+    key = os.environ.get(variable, "").strip()
+    if not key:
+        raise UserError(f"{what}: the environment variable {variable} is not set")
+    if not (key.isascii() and key.isprintable()):
+        raise UserError(f"{what}: the environment variable {variable} holds characters that no key has")
+    return key
 
 
 def _object(data: bytes, url: str) -> dict[str, Any]:

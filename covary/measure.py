@@ -21,6 +21,7 @@ from covary.api import RewardSpec, Trained, check_lengths, check_writable, load_
 from covary.batch import Algorithm
 from covary.config import validate_reward, validate_task
 from covary.evaluate import Evaluator, Sample
+from covary.http import read_key
 from covary.models.loading import load_model, load_tokenizer, pick_device
 from covary.prompts import Template, load_template, prompt_group
 from covary.rewards.facts import grader_version
@@ -28,6 +29,7 @@ from covary.rollout.server import ServerRollout
 from covary.rollout.transformers import TransformersRollout
 from covary.samples import Shard, answer
 from covary.seeding import derive_seed
+from covary.settings import check_address
 from covary.tasks import Benchmark
 from covary.tasks.task import Task
 from covary.types import Example, Sampling, UserError
@@ -225,12 +227,15 @@ def server_policy(model: str, url: str, served: str | None = None, concurrency: 
     Raises:
         UserError: no such tokenizer, or no address of a server.
     """
-    if not url.startswith(("http://", "https://")):
-        raise UserError(f"--server: takes an address such as http://localhost:8000/v1, got {url!r}")
+    try:
+        check_address(url)
+    except ValueError as error:
+        raise UserError(f"--server: {error}") from error
     name = model_of_run(model)
     tokenizer = load_tokenizer(name)
     served = served or model
-    rollout = ServerRollout(url, served, tokenizer, os.environ.get("OPENAI_API_KEY"), concurrency)
+    key = read_key("OPENAI_API_KEY", "--server") if os.environ.get("OPENAI_API_KEY") else None
+    rollout = ServerRollout(url, served, tokenizer, key, concurrency)
     return Policy(rollout, tokenizer, None, {"engine": "server", "model": served}, model)
 
 

@@ -9,11 +9,27 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 Text = Annotated[str, Field(min_length=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+def check_address(url: str) -> None:
+    """Refuse what no request can be sent to.
+
+    Raises:
+        ValueError: not the base of a server.
+    """
+    try:
+        parts = urlsplit(url)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # brackets that do not close, a port out of range
+        good = False
+    if not good or not re.fullmatch(r"[!-~]+", url):  # neither blanks nor what a request's first line cannot hold
+        raise ValueError(f"url: takes an address such as http://localhost:8000/v1, got {url!r}")
 
 
 @dataclass(frozen=True)
@@ -155,8 +171,7 @@ class JudgeServer:
     """The environment variable that holds the server's key. None: no key is sent."""
 
     def __post_init__(self) -> None:
-        if not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"url: takes an address that starts with http:// or https://, got {self.url!r}")
+        check_address(self.url)
 
 
 @dataclass(frozen=True)
@@ -242,8 +257,7 @@ class TeacherServer:
     """JSON Lines file that keeps the teacher's completions for other runs. None: `teacher.jsonl` in the run folder."""
 
     def __post_init__(self) -> None:
-        if not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"url: takes an address that starts with http:// or https://, got {self.url!r}")
+        check_address(self.url)
 
 
 @dataclass(frozen=True)

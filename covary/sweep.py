@@ -31,22 +31,12 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from covary.api import from_anywhere
 from covary.config import RunConfig, apply_overrides, changed_keys, load_recipe, validate
 from covary.lock import is_locked
 from covary.log import Screen
 from covary.types import RunError, UserError
 
-# Keys whose relative paths a run makes absolute.
-_PATHS = (
-    "out",
-    "model.name",
-    "reward",
-    "eval.reward",
-    "task.path",
-    "task.test_path",
-    "task.template",
-    "rollout.file.path",
-)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LONGEST_NAME = 250  # bytes that file systems take, less the ending of the log beside a folder
 _KEYS = ("recipe", "out", "seeds", "set", "grid", "points", "metric")
@@ -134,7 +124,7 @@ def _refuse_others(folder: Path, config: RunConfig, point: str) -> None:
     if not recipe.is_file():
         return
     before = validate(load_recipe(recipe), where=str(recipe))
-    changed = [key for key in changed_keys(before, config) if key not in _PATHS]
+    changed = [key for key in changed_keys(before, from_anywhere(config)) if key != "out"]  # the sweep may have moved
     if changed:
         raise UserError(
             f"{folder} holds a run of point {point} with other settings ({', '.join(changed)}); move it away, or name "
@@ -306,10 +296,10 @@ def write_results(sweep: Sweep, screen: Screen) -> list[str]:
         point |= {"mean": average, "std": deviation, "half_interval": half}
         pair = _paired(point, results[first]) if name != first else None
         point |= {"difference": pair[0], "half_interval_of_difference": pair[2]} if pair else {}
-        lines.append(
-            f"| {name} | {average:.4g} | {average - half:.4g} to {average + half:.4g} | {deviation:.3g} "
-            f"| {len(point['seeds'])} | {f'{pair[0]:+.3g} ± {pair[2]:.2g}' if pair else ''} |"
-        )
+        several = len(point["values"]) > 1
+        spread = f"{average - half:.4g} to {average + half:.4g} | {deviation:.3g}" if several else " | "
+        difference = f"{pair[0]:+.3g}" + (f" ± {pair[2]:.2g}" if math.isfinite(pair[2]) else "") if pair else ""
+        lines.append(f"| {name} | {average:.4g} | {spread} | {len(point['seeds'])} | {difference} |")
     plain = {name: {key: _null(value) for key, value in point.items()} for name, point in results.items()}
     (sweep.out / "results.json").write_text(json.dumps({"metric": sweep.metric, "points": plain}, indent=1) + "\n")
     (sweep.out / "table.md").write_text("\n".join(lines) + "\n")

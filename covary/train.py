@@ -492,6 +492,13 @@ def _refuse_broken(run: Run, batch: Batch, step: int) -> None:
     """A frozen score that is finite for no row: nothing would ever be learned, and the run must not pass for one."""
     for score in run.algorithm.frozen:
         if len(batch) and score.name in batch and not _finite({score.name: batch[score.name]}, len(batch)).any():
+            read = batch.numbers.get(f"{score.name}_tokens")
+            if read is not None and read.isnan().all():
+                _warn_once(
+                    run, "unread",
+                    f"step {step}: the teacher can read no completion: each has no text, or is too long for its context",
+                )  # fmt: skip
+                continue
             raise RunError(
                 f"step {step}: the score {score.name!r} is non-finite for every completion; a model that it reads is broken"
             )

@@ -1,6 +1,6 @@
 """Run a quickstart with several seeds and write docs/results/<recipe>.md.
 
-    python scripts/record_quickstart.py [quickstart | distill_quickstart] [--seeds 0,1,2] [--out FILE]
+    python scripts/record_quickstart.py [quickstart | distill_quickstart | covrl_quickstart] [--seeds 0,1,2] [--out FILE]
 
 Each run is the README's own command with another seed; times are of the whole command, imports included.
 """
@@ -28,6 +28,11 @@ digits, from the model that ships with covary (see covary/models/tiny/README.md 
 `covary train recipes/distill_quickstart.yaml`: GVPO-OPD (k = 8, f = 1) on Reasoning Gym `basic_arithmetic`, sums of two terms of up to two
 digits, a byte-level student and a teacher with another tokenizer, both shipped (see covary/models/tiny_student/README.md for what they are).
 No reward and no answer is read in training.""",
+    "covrl_quickstart": """# CoVRL quickstart
+
+`covary train recipes/covrl_quickstart.yaml`: CoVRL (k = 8) on Reasoning Gym `chain_sum`, two terms of up to two digits, from a shipped model
+that reasons in tags (see covary/models/tiny_think/README.md for what it is). No verifier is used in training: traces are rewarded by the
+likelihood of the reference answer. Graders read held-out completions only.""",
 }
 
 

@@ -68,6 +68,11 @@ def test_totals_are_summed_over_ranks(batch: Batch) -> None:
     assert both.totals == {"groups": 6.0, "rows": 8.0, "tokens": 12.0, "length": 14.0}
 
 
+def test_a_batch_without_rows_has_totals_of_zero(batch: Batch) -> None:
+    """`prepare` is not asked where every row left, so the normaliser's numbers are not there."""
+    assert batch.take([]).with_totals(["nll_tokens"]).totals == {"groups": 0, "rows": 0, "tokens": 0, "nll_tokens": 0}
+
+
 def test_a_name_is_used_once(batch: Batch) -> None:
     with pytest.raises(ValueError, match="two numbers of one batch are called 'old'"):
         batch.with_numbers({"old": torch.zeros(4)})

@@ -345,7 +345,7 @@ def test_a_task_and_an_algorithm_are_required():
         ("doctor=on", "doctor: takes one of warn, stop, off, got the text 'on'"),
         ("reference=teacher", "reference: takes one of old, initial or null, got the text 'teacher'"),
         ("teacher.model=tiny", "teacher: would be ignored, gvpo reads no teacher"),
-        ("teacher={url: a, tokenizer: b}", "teacher.url: takes an address that starts with http:// or https://, got 'a'"),
+        ("teacher={url: a, tokenizer: b}", "teacher.url: takes an address such as http://localhost:8000/v1, got 'a'"),
         ("teacher={model: tiny, device: tpu}", "teacher.device: takes auto, cpu, cuda or cuda:N, got 'tpu'"),
         ("teacher.model=3", "teacher.model: takes non-empty text, got 3"),
         ("task.train='20'", "task.train: takes an integer, got the text '20'"),
@@ -360,6 +360,20 @@ def test_wrong_values_name_the_field_and_what_it_takes(override: str, expected: 
     text = message(override)
     assert text.startswith(expected)
     assert text == expected or override in ("rollout=3", "task.tasks.chain_sum.zzz=1")
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        (
+            "teacher={model: tiny, url: 'http://a'}",
+            "teacher.url: does not go together with teacher.model; teacher takes",
+        ),
+        ("reward={judge: {model: m}, likelihood: sum}", "reward.likelihood: does not go together with reward.judge;"),
+    ],
+)
+def test_keys_of_two_forms_of_a_section_do_not_go_together(override: str, expected: str):
+    assert message(override).startswith(expected)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 10**400, {1, 2}, Path("x")])
@@ -442,8 +456,8 @@ def test_a_reward_is_a_name_a_reward_model_or_a_judge():
          "server, style, prompt_file, max_tokens, cache\nreward.judge.model: is required; takes non-empty text"),
         ("reward={judge: {model: a, style: xverify}}", "reward.judge.prompt_file: is required with style: xverify; its prompt "
          "is licensed CC BY-NC-ND and not shipped, copy it from https://github.com/IAAR-Shanghai/xVerify into a text file"),
-        ("reward={judge: {model: a, server: {url: 'x:1'}}}", "reward.judge.server.url: takes an address that starts with "
-         "http:// or https://, got 'x:1'"),
+        ("reward={judge: {model: a, server: {url: 'x:1'}}}", "reward.judge.server.url: takes an address such as "
+         "http://localhost:8000/v1, got 'x:1'"),
         ("reward=3", "reward: takes non-empty text or a mapping of model, micro_batch_tokens or a mapping of judge or a mapping of likelihood or null, "
          "got 3"),
     ],

@@ -78,6 +78,8 @@ def test_mistakes_are_named(tmp_path):
         ("contexts: {prompt: 3}", "contexts.prompt takes text, got 3"),
         ("contexts: {prompt: x}\nstop: a\nanswer: 5", "answer takes text, got 5"),
         ("contexts: {prompt: x}\nanswer: y", "which is missing"),
+        ("contexts: {prompt: x}\nstop: a\nanswer: y", "`answer` holds no {answer}"),
+        ("contexts: {prompt: 'x {answer}'}", "contexts.prompt shows {answer}"),
     ):
         (tmp_path / "bad.yaml").write_text(content)
         with pytest.raises(UserError, match=message):

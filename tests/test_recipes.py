@@ -23,7 +23,11 @@ RECIPES = Path(__file__).parent.parent / "recipes"
 SMALL = sorted(RECIPES.glob("*.yaml"))
 PAPER = sorted((RECIPES / "paper").glob("*.yaml"))
 ROWS = 40
-WITHOUT_VERIFIER = [name for name, cls in ALGORITHMS.items() if cls.reward is not Algorithm.reward]
+WITHOUT_VERIFIER = [
+    name
+    for name, cls in ALGORITHMS.items()
+    if cls.reward is not Algorithm.reward and cls.template != Algorithm.template
+]
 
 
 def load(path: Path) -> RunConfig:

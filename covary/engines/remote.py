@@ -9,20 +9,19 @@ were sent, so no answer is taken for that to another request.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
-from http.client import HTTPException
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from covary.http import post_json
+from covary.http import post_json, read_key
 from covary.settings import TeacherServer
 from covary.types import Completion, Example, Group, RunError, UserError
 
+_ROUNDING = 1e-2  # a log-prob computed in 16 bits may lie above 0
 _NO_CHANCE = -9999.0  # what vLLM writes for a log-prob of -inf
 
 
@@ -89,10 +88,7 @@ class ServerLogProbs:
             "return_token_ids": True,
         }
         url = f"{self.url.rstrip('/')}/completions"
-        try:
-            answer = post_json(url, body, key=self.key, timeout=self.timeout, attempts=self.attempts, pause=self.pause)
-        except HTTPException as error:  # an answer that breaks off
-            raise RunError(f"{url}: {error or type(error).__name__}") from error
+        answer = post_json(url, body, key=self.key, timeout=self.timeout, attempts=self.attempts, pause=self.pause)
         try:
             choice = answer["choices"][0]
             values = _prompt_logprobs(choice, [*prompt, *completion], url)
@@ -129,7 +125,13 @@ def _prompt_logprobs(choice: Mapping[str, Any], sent: list[int], url: str) -> li
 
 
 def _logp(value: float) -> float:
-    """JSON has no -inf; what stands for it must not pass for a number."""
+    """JSON has no -inf; what stands for it must not pass for a number.
+
+    Raises:
+        RunError: it is above 0, perhaps a probability.
+    """
+    if value > _ROUNDING:
+        raise RunError(f"teacher.url: the server returned a log-prob of {value}, and none is above 0")
     return float(value) if value > _NO_CHANCE else -math.inf
 
 
@@ -148,9 +150,7 @@ def server_log_probs(teacher: TeacherServer) -> ServerLogProbs:
     Raises:
         UserError: the environment variable that should hold the key is not set.
     """
-    key = os.environ.get(teacher.api_key) if teacher.api_key is not None else None
-    if teacher.api_key is not None and not key:
-        raise UserError(f"teacher.api_key: the environment variable {teacher.api_key} is not set")
+    key = read_key(teacher.api_key, "teacher.api_key") if teacher.api_key is not None else None
     return ServerLogProbs(
         teacher.url,
         teacher.served_model or teacher.tokenizer,

@@ -202,12 +202,14 @@ def _check_weights(name: str, model: nn.Module, report: dict[str, Any]) -> None:
 
 @torch.no_grad()
 def fingerprint(model: nn.Module) -> str:
-    """Of every tensor's name, shape and some of its entries: it tells another model in little time."""
+    """Of every tensor's name, shape, type and some of its entries: it tells another model in little time."""
     digest = hashlib.blake2b(digest_size=16)
     for name, value in model.state_dict().items():
         entries = value.reshape(-1)
         some = entries[:: max(1, entries.numel() // FINGERPRINT_ENTRIES)]
-        digest.update(repr((name, tuple(value.shape))).encode() + some.float().cpu().numpy().tobytes())
+        digest.update(
+            repr((name, tuple(value.shape), str(value.dtype))).encode() + some.float().cpu().numpy().tobytes()
+        )
     return digest.hexdigest()
 
 

@@ -6,11 +6,11 @@ What can be told without their weights is checked at once; the weights are read 
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from covary.http import read_key
 from covary.models.loading import (
     check_labels,
     context_length,
@@ -95,9 +95,7 @@ def build_model_reward(spec: RewardModel | JudgeReward, key: str, device: str) -
         with _called(f"{key}.model"):
             model_path(judge.model)
     elif judge.server.api_key is not None:
-        api_key = os.environ.get(judge.server.api_key)
-        if not api_key:
-            raise UserError(f"{key}.server.api_key: the environment variable {judge.server.api_key} is not set")
+        api_key = read_key(judge.server.api_key, f"{key}.server.api_key")
     replies = Replies(
         repr((judge.model, judge.server and judge.server.url, judge.max_tokens)),
         Path(judge.cache).expanduser() if judge.cache is not None else None,

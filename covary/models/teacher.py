@@ -170,18 +170,23 @@ def _device(name: str) -> str:
     return f"{device}:{number}" if number else device
 
 
-def check_prompts(reading: Reading, examples: Sequence[Example], max_tokens: int) -> str | None:
+def check_prompts(
+    reading: Reading, examples: Sequence[Example], max_tokens: int, *, samples: bool = False
+) -> str | None:
     """Refuse a teacher that cannot read any of some prompts; a note where it cannot read a part of them.
 
     Args:
         reading: what it reads.
         examples: training rows.
-        max_tokens: tokens a completion, at most; in the teacher's tokens their number is not known, and taken as 1.
+        max_tokens: tokens a completion, at most; of a student's completion in the teacher's tokens their number is not
+            known, and taken as 1.
+        samples: the teacher writes completions itself, in its own tokens.
 
     Raises:
         UserError: it can read none, with the reason for the first.
     """
-    complaints = [complaint for example in examples if (complaint := _complaint(reading, example, max_tokens))]
+    room = max_tokens if reading.same_tokens or samples else 1
+    complaints = [complaint for example in examples if (complaint := _complaint(reading, example, room))]
     if complaints and len(complaints) == len(examples):
         raise UserError(complaints[0])
     if complaints:
@@ -192,9 +197,9 @@ def check_prompts(reading: Reading, examples: Sequence[Example], max_tokens: int
     return None
 
 
-def _complaint(reading: Reading, example: Example, max_tokens: int) -> str | None:
+def _complaint(reading: Reading, example: Example, room: int) -> str | None:
     try:
-        length = len(reading.prompt(example)) + (max_tokens if reading.same_tokens else 1)
+        length = len(reading.prompt(example)) + room
     except UserError as error:
         return str(error)
     if reading.context is not None and length > reading.context:

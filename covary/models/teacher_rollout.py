@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 from collections.abc import Callable
 from pathlib import Path
 
-from torch import nn
-
+from covary.http import read_key
+from covary.models.loading import fingerprint
 from covary.models.teacher import LocalTeacher
 from covary.rollout.server import ServerRollout
 from covary.rollout.store import Store
@@ -16,9 +14,6 @@ from covary.rollout.teacher import TeacherRollout, Translation
 from covary.rollout.transformers import TransformersRollout
 from covary.scoring.reading import Reading
 from covary.settings import Teacher, TeacherServer
-
-_LOOKED_AT = 256
-"""Numbers of each parameter that a fingerprint reads, evenly spread: any training changes nearly all of them."""
 
 
 def teacher_rollout(
@@ -47,8 +42,11 @@ def teacher_rollout(
         on_progress: called with (completions finished, completions in all).
 
     Raises:
-        UserError: the file of completions cannot be read.
+        UserError: the file of completions cannot be read, the server's key is not set, or the student's tokenizer has
+            no end token.
     """
+    if reading.student.eos_token_id is None:
+        raise UserError("model.name: its tokenizer has no end token, so the teacher's completions cannot be ended")
     sampler: TransformersRollout | ServerRollout
     if local is not None:
         sampler = TransformersRollout(local.model, local.tokenizer)  # pyright: ignore[reportArgumentType]
@@ -57,7 +55,7 @@ def teacher_rollout(
     else:
         assert isinstance(teacher, TeacherServer)
         name = teacher.served_model or teacher.tokenizer
-        key = os.environ.get(teacher.api_key) if teacher.api_key else None
+        key = read_key(teacher.api_key, "teacher.api_key") if teacher.api_key is not None else None
         sampler = ServerRollout(
             teacher.url, name, reading.teacher, key, teacher.concurrency, teacher.timeout, teacher.attempts
         )
@@ -73,14 +71,3 @@ def teacher_rollout(
         seed,
         reading.context,
     )
-
-
-def fingerprint(model: nn.Module) -> str:
-    """Of a model's weights: names, shapes, types and some of the numbers."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name, value in model.state_dict().items():
-        digest.update(repr((name, tuple(value.shape), str(value.dtype))).encode())
-        flat = value.detach().flatten()
-        some = flat[:: max(1, flat.numel() // _LOOKED_AT)].float().cpu().contiguous()
-        digest.update(some.numpy().tobytes())
-    return digest.hexdigest()

@@ -76,7 +76,8 @@ def load_template(name: str) -> Template:
     """A shipped template by name, or a YAML file by path.
 
     Raises:
-        UserError: no such template, an unknown key, or no `prompt` context.
+        UserError: no such template, an unknown key, no `prompt` context or one that shows the answer, or an answer of
+            fixed text.
     """
     path = Path(__file__).parent / f"{name}.yaml" if "/" not in name and "." not in name else Path(name)
     if not path.is_file():
@@ -105,6 +106,14 @@ def load_template(name: str) -> Template:
             raise UserError(f"template {path}: {key} takes text, got {value!r}")
     if "answer" in data and "stop" not in data:
         raise UserError(f"template {path}: `answer` follows a trace that ended at `stop`, which is missing")
+    if "answer" in data and "{answer}" not in data["answer"]:
+        raise UserError(
+            f"template {path}: `answer` holds no {{answer}}, so every row would be scored for the same text"
+        )
+    if "{answer}" in contexts["prompt"]:
+        raise UserError(
+            f"template {path}: contexts.prompt shows {{answer}}, and evaluation asks by it; name another context"
+        )
     pieces = (data.get("stop"), data.get("glue", ""), data.get("answer"))
     return Template(name, contexts, *pieces, tags=tuple(data.get("tags", [])))
 

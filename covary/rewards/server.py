@@ -6,7 +6,6 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from http.client import HTTPException
 from typing import Any
 
 from covary.http import post_json
@@ -62,7 +61,7 @@ class ChatServer:
             )
         except UserError as error:  # refused, perhaps this message alone: it may be too long
             return Reply(None, str(error))
-        except (RunError, HTTPException) as error:
+        except RunError as error:
             gone.set()  # it was tried often enough: thousands of other messages try once
             return Reply(None, str(error) or type(error).__name__)
         return _content(answer, self.url)

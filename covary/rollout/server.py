@@ -108,7 +108,9 @@ class ServerRollout:
         answer = post_json(url, body, key=self.key, timeout=self.timeout, attempts=self.attempts, pause=self.pause)
         try:
             choice = answer["choices"][0]
-            text, reason = str(choice["text"]), choice["finish_reason"]
+            text, reason = choice["text"], choice["finish_reason"]
+            if not isinstance(text, str):
+                raise TypeError("no text")
         except (KeyError, IndexError, TypeError) as error:
             raise RunError(f"{url} answered without a completion ({str(answer)[:200]})") from error
         # A stop string is reported as "stop" as well; vLLM names it.

@@ -79,6 +79,10 @@ class Store:
 
 
 def _completion(tokens: Any, text: Any, finish: Any) -> Completion:
-    if not all(type(token) is int for token in tokens) or not isinstance(text, str) or finish not in get_args(Finish):
+    if (
+        not all(type(token) is int and 0 <= token < 2**31 for token in tokens)
+        or not isinstance(text, str)
+        or finish not in get_args(Finish)
+    ):
         raise TypeError("no completion")
     return Completion(list(tokens), text, finish)

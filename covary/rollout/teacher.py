@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 from covary.batch import RolloutEngine
 from covary.rollout.store import Store
-from covary.types import Completion, Example, Group, Request, Sampling, UserError
+from covary.types import Completion, Example, Group, Request, RunError, Sampling, UserError
 
 _REPLACEMENT = "\ufffd"  # what decoders make of bytes that are no character
 
@@ -95,9 +96,11 @@ class TeacherRollout:
     def generate(self, plans: list[list[Request]], groups: list[Group], sampling: Sampling, seed: int) -> list[Group]:
         """Groups with the teacher's completions, the same at every step: `seed` is not read.
 
-        A prompt that the teacher cannot read has completions without tokens.
+        A prompt that the teacher cannot read has completions without tokens, and so has one of which its log-probs are
+        not finite.
 
         Raises:
+            RunError: they are finite for none.
             ValueError: another source, or greedy decoding.
         """
         if any(request.source != "teacher" or request.decoding != "sample" for plan in plans for request in plan):
@@ -115,7 +118,10 @@ class TeacherRollout:
             # All of a prompt's, also where some are known: a sample's seed is its place among them.
             asked, wanted = (list(part) for part in zip(*missing.values(), strict=True))
             done = self.sampler.generate(wanted, asked, sampling, self.seed)
-            self.store.add({keys[id]: group.completions for id, group in zip(missing, done, strict=True)})
+            if not any(_is_sound(completion) for group in done for completion in group.completions):
+                raise RunError(f"the log-probs of the teacher ({self.identity}) are not finite: its model is broken")
+            sound = [[c if _is_sound(c) else _nothing() for c in group.completions] for group in done]
+            self.store.add({keys[id]: several for id, several in zip(missing, sound, strict=True)})
         return [
             replace(group, completions=self._rows(plan, group.example, keys.get(group.example.id), sampling))
             for plan, group in zip(plans, groups, strict=True)
@@ -153,11 +159,19 @@ class TeacherRollout:
             rows = [_nothing() for _ in requests]
         else:
             opening, sampled = self.opening(example), self.store.get(key)
-            rows = [self.translate(sampled[i], opening, sampling.max_tokens) for i in range(len(requests))]
+            rows = [
+                self.translate(completion, opening, sampling.max_tokens) if completion.tokens else _nothing()
+                for completion in sampled[: len(requests)]
+            ]
         return [
             replace(row, context=request.context, learn=request.learn)
             for row, request in zip(rows, requests, strict=True)
         ]
+
+
+def _is_sound(completion: Completion) -> bool:
+    """What a model says whose numbers are broken is no sample of it, though it looks like one."""
+    return all(map(math.isfinite, completion.logps or ()))
 
 
 def _nothing() -> Completion:

@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from covary.api import from_anywhere
+from covary.config import load_recipe, to_dict, validate
 from covary.lock import is_locked
-from covary.sweep import _paired, interval, load_sweep
+from covary.sweep import _merged, _paired, interval, load_sweep
 from covary.types import UserError
 from tests.cli.test_cli import call, model, recipe  # noqa: F401  (fixtures)
 
@@ -99,6 +101,24 @@ def test_points_are_told_apart_and_override_what_all_share(recipe, tmp_path):  #
     job.folder.mkdir(parents=True)
     (job.folder / "config.yaml").write_text((tmp_path / "recipe.yaml").read_text())
     with pytest.raises(UserError, match=r"holds a run of point p with other settings \(.*algorithm.beta"):
+        load_sweep(tmp_path / "sweep.yaml", lambda name: tmp_path / name)
+
+
+def test_a_run_that_is_there_is_known_by_its_absolute_paths(recipe, tmp_path):  # noqa: F811
+    teacher = {"teacher": {"model": "teacher", "cache": "said.jsonl"}, "algorithm": {"name": "seqkd"}, "reward": None}
+    (tmp_path / "teacher").mkdir()
+    (tmp_path / "said.jsonl").touch()
+    write(tmp_path / "sweep.yaml", grid={}, points={"t": teacher}, set={})
+    (job,) = load_sweep(tmp_path / "sweep.yaml", lambda name: tmp_path / name).jobs
+    job.folder.mkdir(parents=True)
+    given = validate(_merged(load_recipe(tmp_path / "recipe.yaml"), job.overrides), where="test")
+    made = to_dict(from_anywhere(given))
+    assert made["teacher"]["model"] == str(tmp_path / "teacher")
+    (job.folder / "config.yaml").write_text(yaml.safe_dump(made))
+    load_sweep(tmp_path / "sweep.yaml", lambda name: tmp_path / name)
+    made["teacher"]["model"] = str(tmp_path / "another")
+    (job.folder / "config.yaml").write_text(yaml.safe_dump(made))
+    with pytest.raises(UserError, match=r"holds a run of point t with other settings \(teacher\.model\)"):
         load_sweep(tmp_path / "sweep.yaml", lambda name: tmp_path / name)
 
 

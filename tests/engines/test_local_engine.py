@@ -48,6 +48,7 @@ def make_groups(seed: int = 0, num_groups: int = 5, k: int = 3, vocabulary: int 
     for g in range(num_groups):
         completions = [Completion(ids(1, 9), "", "eos") for _ in range(k)]
         contexts = {"prompt": ids(1, 7), "other": ids(2, 5)}
+        contexts["posterior"] = [*contexts["other"], *contexts["prompt"]]
         rewards = [rng.random() for _ in completions]
         groups.append(Group(Example(str(g), "question"), contexts, completions, rewards))
     return groups
@@ -189,6 +190,9 @@ def test_gradient_does_not_depend_on_micro_batches(name):
         frozen = LocalEngine(old, frozen=others)
         engine = LocalEngine(model, frozen=others, micro_batch_tokens=limit)
         groups = make_groups()
+        if any(score.tokens == "answer" for score in algorithm.trained):
+            for row in (row for group in groups for row in group.completions if len(row.tokens) > 2):
+                row.roles = ["sampled"] * (len(row.tokens) - 2) + ["context", "answer"]
         (plan,) = algorithm.plan([Example("plan", "")], 3, np.random.default_rng(0))
         if not all(request.learn for request in plan):
             for group in groups:

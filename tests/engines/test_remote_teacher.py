@@ -175,6 +175,15 @@ def test_a_server_without_log_probs_of_prompts_is_told(answer: Any) -> None:
         need_log_probs(server(url), [1, 2], 3)
 
 
+def test_a_probability_is_no_log_prob() -> None:
+    def sure(body: dict[str, Any]) -> Answer:
+        ids = body["prompt"]
+        return 200, {"choices": [{"prompt_logprobs": [None, *({str(id): {"logprob": 0.7}} for id in ids[1:])]}]}
+
+    with serving(sure) as (url, _), pytest.raises(RunError, match=r"returned a log-prob of 0\.7, and none is above 0"):
+        server(url)(GROUPS)
+
+
 @pytest.mark.parametrize("answer", [{"choices": []}, {}, {"choices": [{"prompt_logprobs": [None, 3, 4]}]}])
 def test_an_answer_that_is_none_is_told(answer: Any) -> None:
     with serving(lambda body: (200, answer)) as (url, _), pytest.raises(RunError, match="without a completion"):

@@ -286,3 +286,6 @@ def test_prompts_that_no_teacher_can_read_are_refused_before_the_run() -> None:
     assert "cannot read 1 of 3 prompts" in note
     with pytest.raises(UserError, match="more than its context of 40"):
         check_prompts(short, examples[2:], 8)
+    assert check_prompts(short, examples[:2], 35) is None  # how long a student's text is for the teacher is not known
+    with pytest.raises(UserError, match="more than its context of 40"):
+        check_prompts(short, examples[:2], 35, samples=True)

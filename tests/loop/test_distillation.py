@@ -151,6 +151,21 @@ def test_rows_that_the_teacher_cannot_read_leave_and_are_counted(tmp_path: Path)
     assert len(rollouts(tmp_path / "run", 1)) == 24
 
 
+def test_a_step_that_the_teacher_cannot_read_is_not_taken_for_a_broken_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = tmp_path / "short"
+    tiny, tokenizer = load_model("tiny"), load_tokenizer("tiny")
+    prompt = tokenizer.apply_chat_template(Sums().load().train[0].prompt, add_generation_prompt=True, return_dict=False)
+    tiny.config.max_position_embeddings = len(prompt) + 1
+    tiny.save_pretrained(short)
+    tokenizer.save_pretrained(short)
+    with pytest.raises(RunError, match="the run ended without one update"):
+        run(tmp_path, **OPD, teacher={"model": str(short)}, rollout={"prompts": 2, "completions": 2, "max_tokens": 60})
+    assert "the teacher can read no completion" in capsys.readouterr().out
+    assert metrics(tmp_path / "run")[1]["rows/invalid"] == 4
+
+
 def test_check_shows_what_the_teacher_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"prompt": f"{i} + 2 =", "answer": str(i + 2)} for i in range(6)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -12,7 +12,7 @@ import torch
 
 import covary
 from covary.checkpoint import latest
-from covary.types import UserError
+from covary.types import RunError, UserError
 from tests.loop.mini import Sums, metrics, on_traces, rollouts, run
 from tests.models import save_random_model
 
@@ -46,6 +46,17 @@ def test_faults_are_counted_and_evaluation_is_graded_as_ever(tmp_path: Path) -> 
         assert {s["context"] for s in samples} == {"prompt", "posterior"}
         assert row["covrl/prior/rows"] + row["covrl/posterior/rows"] == len(samples) / 2  # two updates a step
     assert "eval/sums/accuracy" in metrics(tmp_path / "run")[0]
+
+
+@pytest.mark.parametrize("kind", ["covrl", "covrl_jsd", "jlb"])
+def test_a_rollout_without_a_closed_trace_is_no_crash(tmp_path: Path, kind: str) -> None:
+    changes = on_traces(tmp_path)
+    text = (tmp_path / "traces.yaml").read_text().replace('stop: "e"', 'stop: "never said"')
+    (tmp_path / "never.yaml").write_text(text)
+    changes |= {"task": Sums(template=str(tmp_path / "never.yaml")), "steps": 1}
+    with pytest.raises(RunError, match="the run ended without one update: no step had a row to learn from"):
+        run(tmp_path, algorithm={"name": kind}, **changes)
+    assert metrics(tmp_path / "run")[-1]["traces/truncated"] > 0
 
 
 def test_rows_that_hold_a_tag_are_skipped_when_drawn(tmp_path: Path) -> None:

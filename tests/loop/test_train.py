@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import covary
-from covary.api import _from_anywhere
-from covary.checkpoint import Checkpoint, checkpoints, latest, save
+from covary.api import from_anywhere
+from covary.checkpoint import Checkpoint, checkpoints, latest, newest_sound, save
 from covary.config import validate
 from covary.train import Sampler, Schedule, planned_steps
 from covary.types import Example, RunError, UserError
@@ -332,6 +332,10 @@ def test_benchmarks_are_evaluated_beside_the_test_split(tmp_path, capsys, monkey
     for wrong, message in (
         ({"tasks": ["gsm9k"]}, "'gsm9k' is no benchmark .*; did you mean gsm8k"),
         ({"tasks": ["gsm8k", "gsm8k"], "data_dir": "data"}, "two tasks would report eval/gsm8k"),
+        (
+            {"tasks": ["gsm8k"], "data_dir": "/nowhere"},
+            "eval.tasks, gsm8k: data_dir: there is no folder /nowhere/gsm8k",
+        ),
         ({"limit": 3}, r"eval\.limit: would be ignored"),
     ):
         with pytest.raises(UserError, match=message):
@@ -347,7 +351,7 @@ def test_a_file_named_like_a_shipped_model_changes_no_recipe(tmp_path, monkeypat
          "task": {"name": "jsonl", "path": "x.jsonl", "template": "chat"}},
         where="test",
     )  # fmt: skip
-    fixed = _from_anywhere(config)
+    fixed = from_anywhere(config)
     assert (fixed.model.name, fixed.reward, fixed.task.template) == ("tiny", "math", "chat")
 
 
@@ -363,6 +367,21 @@ def test_checkpoints_are_ordered_by_number_and_other_names_ignored(tmp_path):
     write_checkpoint(tmp_path, 10001, keep_last=2)
     assert [c.step for c in checkpoints(tmp_path)] == [10000, 10001]
     assert (folder / "step-final-backup").is_dir()
+
+
+def test_a_damaged_checkpoint_takes_no_place_among_the_newest(tmp_path):
+    """A resume passed step 9 over; dropping the one that was just written would leave nothing to go on from."""
+    write_checkpoint(tmp_path, 3)
+    damaged = write_checkpoint(tmp_path, 9) / "model.safetensors"
+    content = bytearray(damaged.read_bytes())
+    content[-9] ^= 64
+    damaged.write_bytes(content)
+    written = write_checkpoint(tmp_path, 4, keep_last=1)
+    assert newest_sound(tmp_path)[0].folder == written
+    assert [c.step for c in checkpoints(tmp_path)] == [4, 9]
+    write_checkpoint(tmp_path, 9, keep_last=1)  # written again
+    assert [c.step for c in checkpoints(tmp_path)] == [9]
+    assert newest_sound(tmp_path)[1] == []
 
 
 @pytest.mark.parametrize("damage", ["cut model", "cut training", "empty state", "half state", "no model", "list state"])

@@ -68,6 +68,15 @@ def test_ends() -> None:
     assert found.completions[0].tokens[-1] == tokenizer.eos_token_id
 
 
+@pytest.mark.parametrize("said", [{"text": None, "finish_reason": "stop"}, {"message": {"content": "x"}}, "x"])
+def test_what_is_no_text_is_no_completion(said: Any) -> None:
+    with (
+        serving(lambda body: (200, {"choices": [said]})) as (url, _),
+        pytest.raises(RunError, match="answered without a completion"),
+    ):
+        rollout(url).generate([[Request(1)]], groups(1), Sampling(4), seed=0)
+
+
 def test_a_busy_server_is_asked_again() -> None:
     trouble = iter([(503, {"error": {"message": "warming up"}}), (429, b"slow down")])
     with serving(lambda body: next(trouble, None) or echo(body)) as (url, seen):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from covary.models.loading import load_tokenizer
-from covary.models.teacher_rollout import fingerprint
+from covary.models.loading import fingerprint, load_tokenizer
 from covary.rollout.store import Store
 from covary.rollout.teacher import TeacherRollout, Translation
 from covary.rollout.transformers import TransformersRollout
@@ -200,6 +200,8 @@ class TestTeacherRollout:
         [
             {"key": "x"},
             {"key": "x", "completions": [[["a"], "t", "eos"]]},
+            {"key": "x", "completions": [[[-1], "t", "eos"]]},
+            {"key": "x", "completions": [[[10**30], "t", "eos"]]},
             {"key": "x", "completions": [[[1], "t", "never"]]},
             {"key": "x", "completions": [[[1], 5, "eos"]]},
             [1, 2],
@@ -232,6 +234,31 @@ class TestTeacherRollout:
         assert refused == long == [([], "", "length")] * 2
         assert all(tokens for tokens, _, _ in short)
         assert sampler.asked == ["short"]
+
+    def test_what_a_teacher_with_broken_numbers_says_is_not_learned(self, tmp_path: Path) -> None:
+        class Broken(Counting):
+            """NaN for some prompts; sampling from NaN gives tokens all the same."""
+
+            def generate(self, plans: Any, groups: Any, sampling: Any, seed: Any) -> list[Group]:
+                done = super().generate(plans, groups, sampling, seed)
+                for group in done:
+                    if group.example.id.startswith("bad"):
+                        group.completions[0].logps = [math.nan]
+                return done
+
+        path = tmp_path / "teacher.jsonl"
+        # What the prompt says already would else be a row of its own.
+        changes: dict[str, Any] = {"opening": lambda example: "<think>"}
+        bad, good = ask(rollout(path, sampler=Broken(), **changes)[0], "bad", "good")
+        assert bad[0] == ([], "", "length")
+        assert all(tokens for tokens, _, _ in [bad[1], *good])
+        engine, sampler = rollout(path, **changes)
+        assert ask(engine, "bad", "good") == [bad, good]
+        assert sampler.asked == []
+        with pytest.raises(
+            RunError, match=r"the log-probs of the teacher \(teacher\) are not finite: its model is broken"
+        ):
+            ask(rollout(sampler=Broken())[0], "bad 1", "bad 2", k=1)
 
     def test_other_sources_and_greedy_rows_are_refused(self) -> None:
         engine, _ = rollout()
