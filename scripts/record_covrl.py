@@ -56,6 +56,7 @@ DYNAMICS = {
 STEPS = (1, 5, 10, 15, 20)
 WEIGHTS = (0.9, 0.5, 0.1, 0.01)
 SPREADS = (0.3, 1.0, 3.0)
+PAIRS = 200
 KINDS: tuple[KLDenominator, ...] = get_args(KLDenominator)
 
 
@@ -126,7 +127,8 @@ def estimates(
     share: float = 0.5,
     size: int = 4,
     length: int = 3,
-    pairs: int = 200,
+    *,
+    pairs: int,
 ) -> tuple[float, float, float, float]:
     """A KL estimator over every trace of random pairs of laws, by enumeration: exact KL, its mean, RMS error, maximum.
 
@@ -181,7 +183,7 @@ def estimator_table() -> str:
     kinds = [kind for kind in KINDS if kind != "full"]  # which is the exact KL itself
     rows = []
     for spread, weight in itertools.product(SPREADS, WEIGHTS):
-        found = [estimates(spread, weight, kind) for kind in kinds]
+        found = [estimates(spread, weight, kind, pairs=PAIRS) for kind in kinds]
         cells = [f"{average:.3g}; {error:.3g}; {largest:.3g}" for _, average, error, largest in found]
         rows.append([f"{spread:g}", f"{weight:g}", f"{found[0][0]:.3g}", *cells])
     return table(["spread", "a", "exact KL (`full`)", *(f"`{kind}`" for kind in kinds)], rows)
@@ -380,7 +382,7 @@ The runs `covrl` of the same sweep, means over seeds:
 
 ## The KL's estimators (Fig. 6)
 
-No training: random next-token laws of the two prompts (softmax of normal logits of the given standard deviation, `spread`; 4 tokens, traces of 3, 200 pairs), and every trace enumerated, half of the weight on each source (alpha = 0.5). In each cell: mean of the
+No training: random next-token laws of the two prompts (softmax of normal logits of the given standard deviation, `spread`; 4 tokens, traces of 3, {PAIRS} pairs), and every trace enumerated, half of the weight on each source (alpha = 0.5). In each cell: mean of the
 estimates; root mean square of their distance to the exact KL(p' || p) at the same prefix; the largest one. a is the prior's weight in the composite p'.
 
 {estimator_table()}

@@ -288,7 +288,7 @@ def pair_section(rows: Sequence[Mapping[str, Any]]) -> str:
 
 ![group variance by step](plots/distillation_pair.png)
 
-From the first {few} steps to the last {few} the mean variance goes from {early:.1f} to {late:.1f} nats² (single steps: {start:.1f} to {end:.1f}). Four prompts a step make it noisy: {len(steps)} steps show that two real models of two families can be put together, and little more.
+From the first {few} steps to the last {few} the mean variance goes from {early:.1f} to {late:.1f} nats² (single steps: {start:.1f} to {end:.1f}). {"No fall shows" if late >= early else "A fall"}: so few prompts a step make it noisy, and {len(steps)} steps show that two real models of two families can be put together, and little more.
 """
 
 

@@ -187,6 +187,7 @@ def test_the_page_of_covrl(scripts: dict[str, ModuleType], tmp_path: Path, monke
     module, runs = scripts["covrl"], scripts["runs"]
     monkeypatch.setattr(module, "SPREADS", (1.0,))
     monkeypatch.setattr(module, "WEIGHTS", (0.5,))
+    monkeypatch.setattr(module, "PAIRS", 2)
 
     def rows(point: str, seed: int, steps: int) -> list[dict[str, Any]]:
         measured = {0: 0.4, steps: {"latro": 0.9, "prior_share=0.1": 0.8}.get(point, 0.6) + 0.01 * seed}
