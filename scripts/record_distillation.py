@@ -6,8 +6,8 @@
     covary sweep sweeps/distillation_alpha.yaml --threads 1
     python scripts/record_distillation.py [RUNS] [--pair FOLDER]
 
-RUNS holds the sweeps' folders (default: runs/sweeps). FOLDER is a run of recipes/smollm2_gemma3.yaml (default:
-runs/smollm2_gemma3); without it the page has no section on it.
+RUNS holds the sweeps' folders (default: runs/sweeps). FOLDER holds runs of recipes/smollm2_gemma3.yaml (default: runs), of
+alpha 0 in smollm2_gemma3 and of alpha 1 in smollm2_gemma3_alpha1; without them the page has no section on them.
 """
 
 from __future__ import annotations
@@ -44,6 +44,10 @@ SWEEPS = Path(__file__).parent.parent / "sweeps"
 RATES, METHODS, ALPHA = (SWEEPS / f"distillation_{name}.yaml" for name in ("rates", "methods", "alpha"))
 ACCURACY, LENGTH = (f"eval/basic_arithmetic/{name}" for name in ("accuracy", "length"))
 OTHER, SAME = "gvpo_opd other tokens alpha 1", "gvpo_opd same tokens alpha 0.75"
+PAIR = {"alpha = 0": "smollm2_gemma3", "alpha = 1": "smollm2_gemma3_alpha1"}
+VARIANCE = "gvpo_opd/log_ratio_variance"
+COLLAPSED = 0.25
+"""Share of the first steps' length below which it is called a collapse (that of the doctor)."""
 NEEDS_NO_TEACHER = "sft gold"
 # What one update computes is compared; these are times, or another number by definition (see `equal`).
 NOT_COMPARED = ("time/", "tokens_per_second", "loss")
@@ -53,7 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="?", type=Path, default=Path("runs/sweeps"))
     parser.add_argument("--choose", action="store_true", help=f"write sweeps/{METHODS.name} and nothing else")
-    parser.add_argument("--pair", type=Path, default=Path("runs/smollm2_gemma3"))
+    parser.add_argument("--pair", type=Path, default=Path("runs"))
     parser.add_argument("--out", type=Path, default=Path("docs/results/distillation.md"))
     arguments = parser.parse_args()
 
@@ -64,7 +68,7 @@ def main() -> None:
         print(f"{rate_table(rates)}\nwrote {METHODS}")
         return
     methods, alpha = read(METHODS, arguments.runs), read(ALPHA, arguments.runs)
-    pair = read_rows(arguments.pair / "metrics.jsonl")
+    pair = {name: read_rows(arguments.pair / folder / "metrics.jsonl") for name, folder in PAIR.items()}
     text = page(recorded, methods, by_alpha(alpha), pair)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(text, encoding="utf-8")
@@ -251,52 +255,56 @@ def parting(recorded: Points) -> str:
     )
 
 
-def pair_section(rows: Sequence[Mapping[str, Any]]) -> str:
-    """SmolLM2 and Gemma 3: the variance that training reduces, by step."""
-    steps = [row for row in rows if "gvpo_opd/log_ratio_variance" in row]
-    if not steps:
+def pair_section(pair: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """SmolLM2 and Gemma 3: the variance that training reduces and the length of completions, by step."""
+    runs = {name: [row for row in rows if VARIANCE in row] for name, rows in pair.items()}
+    runs = {name: rows for name, rows in runs.items() if rows}
+    if not runs:
         return ""
-    start, end = (part[0]["gvpo_opd/log_ratio_variance"] for part in (steps, steps[::-1]))
-    few = max(1, min(5, len(steps) // 2))
-    early, late = (mean(r["gvpo_opd/log_ratio_variance"] for r in part) for part in (steps[:few], steps[-few:]))
+    keys = {"variance, nats²": VARIANCE, "log-ratio, nats": "gvpo_opd/log_ratio", "tokens": "gvpo_opd/student_length"}
+    head = ["step", *(f"{name}: {what}" for name in runs for what in keys)]
+    steps = sorted({row["step"] for rows in runs.values() for row in rows})
+    found = {name: {row["step"]: row for row in rows} for name, rows in runs.items()}
     lines = [
-        [
-            f"{row['step']}",
-            f"{row['gvpo_opd/log_ratio_variance']:.1f}",
-            f"{row['gvpo_opd/log_ratio']:.2f}",
-            f"{row['gvpo_opd/student_length']:.1f}",
-            f"{row['gvpo_opd/teacher_length']:.1f}",
-            f"{row['gvpo_opd/truncated']:.2f}",
-        ]
-        for row in steps
-    ]
-    head = [
-        "step",
-        "group variance of the log-ratio, nats²",
-        "log-ratio, nats",
-        "student's tokens",
-        "teacher's tokens",
-        "truncated",
+        [f"{step}", *(f"{found[n][step][key]:.1f}" if step in found[n] else "" for n in runs for key in keys.values())]
+        for step in steps
     ]
     return f"""
 ## A real pair
 
-[`recipes/smollm2_gemma3.yaml`](../../recipes/smollm2_gemma3.yaml): SmolLM2-135M-Instruct (49 k tokens) learns from Gemma-3-270M (262 k tokens, base, 4 bits) by the text, one seed:
-`covary train recipes/smollm2_gemma3.yaml out=runs/smollm2_gemma3`. The group variance of the log-ratio is what the loss is made of at alpha = 0, and 0 only where the student says what the teacher would.
+[`recipes/smollm2_gemma3.yaml`](../../recipes/smollm2_gemma3.yaml): SmolLM2-135M-Instruct (49 k tokens) learns from Gemma-3-270M (262 k tokens, base, 4 bits) by the text, one seed each:
+`covary train recipes/smollm2_gemma3.yaml out=runs/smollm2_gemma3` and `covary train recipes/smollm2_gemma3.yaml algorithm.alpha=1 algorithm.length_ref=32 out=runs/smollm2_gemma3_alpha1`. The group variance
+is that of the log-ratio of student to teacher, which the loss is made of at alpha = 0; 0 only where the student says what the teacher would, or always the same.
 
 {table(head, lines)}
 
-![group variance by step](plots/distillation_pair.png)
+![variance and length by step](plots/distillation_pair.png)
 
-From the first {few} steps to the last {few} the mean variance goes from {early:.1f} to {late:.1f} nats² (single steps: {start:.1f} to {end:.1f}). {"No fall shows" if late >= early else "A fall"}: so few prompts a step make it noisy, and {len(steps)} steps show that two real models of two families can be put together, and little more.
+{chr(10).join(f"* {name}: {_moved(rows)}" for name, rows in runs.items())}
+
+One seed and {len(steps)} steps of 8 prompts: nothing here is about how well the student answers.
 """
+
+
+def _moved(rows: Sequence[Mapping[str, Any]]) -> str:
+    few = max(1, min(5, len(rows) // 2))
+    variance, length = (
+        [mean(row[key] for row in part) for part in (rows[:few], rows[-few:])]
+        for key in (VARIANCE, "gvpo_opd/student_length")
+    )
+    collapsed = length[1] < COLLAPSED * length[0]
+    return (
+        f"from the first {few} steps to the last {few} the mean variance goes from {variance[0]:.1f} to {variance[1]:.1f} nats², the mean length from "
+        f"{length[0]:.1f} to {length[1]:.1f} tokens"
+        + (": the length collapse of the paper's Fig. 3" if collapsed else "")
+    )
 
 
 def page(
     recorded: Points,
     methods: Points,
     alpha: Points,
-    pair: Sequence[Mapping[str, Any]],
+    pair: Mapping[str, Sequence[Mapping[str, Any]]],
 ) -> str:
     rates = by_rate(recorded)
     other, same = scenario(methods, "other tokens", OTHER), scenario(methods, "same tokens", SAME)
@@ -382,7 +390,7 @@ Made by `python scripts/record_distillation.py` on {platform.machine()}, torch {
 """
 
 
-def draw(methods: Points, alpha: Points, pair: Sequence[Mapping[str, Any]], folder: Path) -> None:
+def draw(methods: Points, alpha: Points, pair: Mapping[str, Sequence[Mapping[str, Any]]], folder: Path) -> None:
     panels = {
         "another tokenizer: accuracy": scenario(methods, "other tokens", OTHER),
         "the same tokenizer: accuracy": scenario(methods, "same tokens", SAME),
@@ -392,13 +400,13 @@ def draw(methods: Points, alpha: Points, pair: Sequence[Mapping[str, Any]], fold
     plot(folder / "distillation_alpha.png", {"accuracy": {name: curve(runs, ACCURACY) for name, runs in alpha.items()}})
     lengths = {name: curve(runs, "completion/length") for name, runs in alpha.items()}
     plot(folder / "distillation_length.png", {"length of completions, tokens": lengths})
-    key = "gvpo_opd/log_ratio_variance"
-    values = {row["step"]: [row[key]] for row in pair if key in row}
-    if values:
-        plot(
-            folder / "distillation_pair.png",
-            {"group variance of the log-ratio, nats²": {"SmolLM2 from Gemma 3": values}},
-        )
+    panels = {"group variance of the log-ratio, nats²": VARIANCE, "length, tokens": "gvpo_opd/student_length"}
+    curves = {
+        title: {name: {row["step"]: [row[key]] for row in rows if key in row} for name, rows in pair.items() if rows}
+        for title, key in panels.items()
+    }
+    if any(curves[title] for title in curves):
+        plot(folder / "distillation_pair.png", curves)
 
 
 if __name__ == "__main__":

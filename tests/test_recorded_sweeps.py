@@ -165,7 +165,7 @@ def test_the_page_of_distillation(scripts: dict[str, ModuleType], tmp_path: Path
          "gvpo_opd/student_length": 30.0, "gvpo_opd/teacher_length": 28.0, "gvpo_opd/truncated": 0.5}
         for step in range(1, 16)
     ]  # fmt: skip
-    text = module.page(rates, methods, alpha, pair)
+    text = module.page(rates, methods, alpha, {"alpha = 0": pair, "alpha = 1": []})
     assert "| gvpo_opd alpha 1 | 0.0001 | 0.430 → 0.930 | 0.910 to 0.950 |  | 21.0 → 21.0 | 5 |" in text
     assert "| sft gold | 0.0001 | 0.430 → 0.630 | 0.610 to 0.650 | -0.300 ± 0.000 |" in text
     assert "here nothing is ahead of it" in text
@@ -174,9 +174,9 @@ def test_the_page_of_distillation(scripts: dict[str, ModuleType], tmp_path: Path
     assert "With another tokenizer, 5 pairs of runs, which sampled as many tokens at every step" in text
     assert "other tokens, 0.0003: never; other tokens, 0.001: at step 7; same tokens, 0.0001: never" in text
     assert "the mean variance goes from 97.0 to 87.0 nats²" in text
-    assert "A real pair" not in module.page(rates, methods, alpha, [])
+    assert "A real pair" not in module.page(rates, methods, alpha, {})
     pytest.importorskip("matplotlib")
-    module.draw(methods, alpha, pair, tmp_path / "plots")
+    module.draw(methods, alpha, {"alpha = 0": pair, "alpha = 1": []}, tmp_path / "plots")
     assert {path.name for path in (tmp_path / "plots").glob("*.png")} == {
         "distillation.png", "distillation_alpha.png", "distillation_length.png", "distillation_pair.png",
     }  # fmt: skip
