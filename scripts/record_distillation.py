@@ -282,7 +282,7 @@ is that of the log-ratio of student to teacher, which the loss is made of at alp
 
 {chr(10).join(f"* {name}: {_moved(rows)}" for name, rows in runs.items())}
 
-One seed and {len(steps)} steps of 8 prompts: nothing here is about how well the student answers.
+Completions are cut at 32 tokens. One seed and {len(steps)} steps of 8 prompts: nothing here is about how well the student answers.
 """
 
 
