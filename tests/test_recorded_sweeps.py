@@ -258,3 +258,20 @@ def test_traces_are_enumerated_with_the_laws_behind_their_prefixes(scripts: dict
     assert torch.allclose(q.sum(-1).exp(), torch.tensor([0.06, 0.14, 0.32, 0.48], dtype=torch.float64))
     assert torch.equal(p_law[2], prior[[0, 2]])
     assert torch.equal(q_law[1], posterior[[0, 1]])
+
+
+def test_the_page_of_covrl_on_smollm2(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A source that a step lacks leaves its cells empty; traces without the form are told."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    import record_covrl_smollm2  # pyright: ignore[reportMissingImports]
+
+    data = tmp_path / "rows.jsonl"
+    data.write_text("{}\n")
+    rows = [
+        {"step": 1, "covrl/prior/reward": -12.5, "covrl/prior/nll": 3.0, "traces/truncated": 6, "traces/unclosed": 2},
+        {"step": 2, "covrl/posterior/kl": 0.25},
+    ]
+    text = record_covrl_smollm2.page(rows, data, 2.0, 2)
+    assert "| 1 | -12.5 | 3 |  |  |  |  |  |  | 0.75 |" in text
+    assert "| 2 |  |  |  |  |  |  |  | 0.25 | 1.00 |" in text
+    assert "ca3d163bab055381827226140568f3bef7eaac187cebd76878e0b63e9e442356" in text  # sha256sum of the file
