@@ -15,6 +15,7 @@ import platform
 import time
 from importlib.metadata import version
 from pathlib import Path
+from statistics import fmean
 
 import covary
 from covary.api import Trained
@@ -74,9 +75,24 @@ One run of CoVRL (default settings, k = 4, 8 questions a step, two updates, lear
 
 {chr(10).join(table)}
 
+Means of the first and of the last third of the steps: {_moves(rows)}. A reward is a sum over the answer's tokens, so it goes with the length of the drawn answers; the NLL is per token.
+One seed, and whether the answers are right was not graded.
+
 Made by `python scripts/record_covrl_smollm2.py {data.name} --steps {steps}` in {minutes:.0f} minutes ({platform.machine()},
 torch {version("torch")}, transformers {version("transformers")}).
 """
+
+
+def _moves(rows: list[dict[str, float]]) -> str:
+    part = max(1, len(rows) // 3)
+    found = []
+    for source in ("prior", "posterior"):
+        for key in ("nll", "kl", "length"):
+            name = f"covrl/{source}/{key}"
+            early, late = ([row[name] for row in own if name in row] for own in (rows[:part], rows[-part:]))
+            if early and late:
+                found.append(f"{source} {SHOWN[key]} {fmean(early):.3g} → {fmean(late):.3g}")
+    return "; ".join(found)
 
 
 if __name__ == "__main__":

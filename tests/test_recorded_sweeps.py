@@ -269,9 +269,10 @@ def test_the_page_of_covrl_on_smollm2(monkeypatch: pytest.MonkeyPatch, tmp_path:
     data.write_text("{}\n")
     rows = [
         {"step": 1, "covrl/prior/reward": -12.5, "covrl/prior/nll": 3.0, "traces/truncated": 6, "traces/unclosed": 2},
-        {"step": 2, "covrl/posterior/kl": 0.25},
+        {"step": 2, "covrl/posterior/kl": 0.25, "covrl/prior/nll": 1.0},
     ]
     text = record_covrl_smollm2.page(rows, data, 2.0, 2)
     assert "| 1 | -12.5 | 3 |  |  |  |  |  |  | 0.75 |" in text
-    assert "| 2 |  |  |  |  |  |  |  | 0.25 | 1.00 |" in text
+    assert "| 2 |  | 1 |  |  |  |  |  | 0.25 | 1.00 |" in text
+    assert "of the steps: prior NLL, nats a token 3 → 1. A reward" in text
     assert "ca3d163bab055381827226140568f3bef7eaac187cebd76878e0b63e9e442356" in text  # sha256sum of the file
