@@ -215,6 +215,7 @@ def test_ravrs_prior_traces_are_not_learned_from(tmp_path: Path) -> None:
 def test_the_quickstart_learns_without_a_verifier(tmp_path: Path) -> None:
     recipe = Path(__file__).parent.parent.parent / "recipes" / "covrl_quickstart.yaml"
     covary.train(recipe, out=str(tmp_path / "run"), steps=20, quiet=True)
-    before, *_, after = metrics(tmp_path / "run")
+    before, first, *_, after = metrics(tmp_path / "run")
     assert after["eval/chain_sum/accuracy"] >= before["eval/chain_sum/accuracy"] + 0.2
-    assert after["covrl/prior/answer_prob"] > 0.8
+    # Of one step's traces, so noisy; what training itself raises, read by no grader.
+    assert after["covrl/prior/answer_prob"] > first["covrl/prior/answer_prob"] + 0.1
