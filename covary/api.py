@@ -40,7 +40,7 @@ from covary.engines.remote import need_log_probs, server_log_probs
 from covary.evaluate import Evaluator
 from covary.jsonlines import read_jsonl
 from covary.lock import LOCK_FILE, run_lock
-from covary.log import Screen
+from covary.log import Screen, disk
 from covary.models.loading import (
     SHIPPED,
     context_length,
@@ -332,12 +332,12 @@ def replace_file(path: Path, text: str) -> None:
         RunError: the disk refused.
     """
     temporary = path.with_name(path.name + checkpoints.PARTIAL)
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise RunError(f"{path} could not be written ({error.strerror or error})") from error
+    with disk(path):
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)

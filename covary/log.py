@@ -96,7 +96,12 @@ def no_library_bars() -> Iterator[None]:
 
 
 @contextmanager
-def _disk(path: Path) -> Iterator[None]:
+def disk(path: Path) -> Iterator[None]:
+    """What the disk refuses ends a run with one line.
+
+    Raises:
+        RunError: naming the path.
+    """
     try:
         yield
     except OSError as error:
@@ -110,7 +115,7 @@ class RunLog:
         self.folder = folder
         self.tracker = tracker
         self.metrics_path = folder / "metrics.jsonl"
-        with _disk(folder):
+        with disk(folder):
             (folder / "rollouts").mkdir(parents=True, exist_ok=True)
 
     def position(self) -> int:
@@ -127,7 +132,7 @@ class RunLog:
 
         Where the file is shorter than that (a power loss), rows up to the step before stay.
         """
-        with _disk(self.metrics_path):
+        with disk(self.metrics_path):
             if self.position() >= position:
                 with open(self.metrics_path, "ab") as file:
                     file.truncate(position)
@@ -149,7 +154,7 @@ class RunLog:
     def metrics(self, row: Mapping[str, float]) -> None:
         """Append one step's numbers, on disk when this returns; what is not finite becomes null (JSON has no NaN)."""
         clean = {name: value if math.isfinite(value) else None for name, value in row.items()}
-        with _disk(self.metrics_path), open(self.metrics_path, "a", encoding="ascii") as file:
+        with disk(self.metrics_path), open(self.metrics_path, "a", encoding="ascii") as file:
             file.write(json.dumps(clean) + "\n")
             file.flush()
             os.fsync(file.fileno())
@@ -159,7 +164,7 @@ class RunLog:
     def rollouts(self, step: int, groups: Sequence[Group]) -> None:
         """One line per completion of a step, those that left the update included (weight null)."""
         path = self.folder / "rollouts" / f"step-{step:06d}.jsonl"
-        with _disk(path), open(path, "w", encoding="ascii") as file:
+        with disk(path), open(path, "w", encoding="ascii") as file:
             for group in groups:
                 rewards = group.rewards or [None] * len(group.completions)
                 for completion, reward in zip(group.completions, rewards, strict=True):

@@ -16,7 +16,6 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,8 @@ from typing import Any
 from covary.evaluate import Evaluator, Sample, by_category, by_question
 from covary.jsonlines import dump_line
 from covary.lock import run_lock
-from covary.types import RunError, UserError
+from covary.log import disk
+from covary.types import UserError
 
 SETTINGS, RESULTS = "settings.json", "results.json"
 _FIELDS = {field.name for field in dataclasses.fields(Sample)}
@@ -80,7 +80,7 @@ def answer(
         UserError: the folder holds an evaluation with other settings, or another process has this shard.
         RunError: the disk refused.
     """
-    with _disk(folder):
+    with disk(folder):
         folder.mkdir(parents=True, exist_ok=True)
     with run_lock(folder, say, f"lock{shard.suffix}"):
         _agree(folder, settings)
@@ -171,7 +171,7 @@ def _keep_whole(path: Path, per_question: int) -> None:
 
 
 def _append(path: Path, samples: Sequence[Sample]) -> None:
-    with _disk(path), open(path, "a", encoding="ascii") as file:
+    with disk(path), open(path, "a", encoding="ascii") as file:
         file.write("".join(map(_line, samples)))
         file.flush()
         os.fsync(file.fileno())
@@ -183,7 +183,7 @@ def _line(sample: Sample) -> str:
 
 def _replace(path: Path, text: str) -> None:
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    with _disk(path):
+    with disk(path):
         partial.write_text(text, encoding="utf-8")
         os.replace(partial, path)
 
@@ -193,11 +193,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-@contextmanager
-def _disk(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise RunError(f"{path} could not be written ({error.strerror or error})") from error

@@ -89,6 +89,11 @@ class Completion:
         """Tokens that the sampler chose (an appended answer is none)."""
         return len(self.tokens) if self.roles is None else len(self.role_positions("sampled"))
 
+    @property
+    def valid_trace(self) -> bool:
+        """A trace that was closed (so the reference answer stands behind it) and is not empty."""
+        return "answer" in (self.roles or ()) and bool(self.text.strip())
+
     def role_positions(self, tokens: Literal["sampled", "answer", "both"]) -> list[int]:
         """Positions in `tokens` whose role is asked for ("both" is sampled and answer, never context)."""
         if self.roles is None:

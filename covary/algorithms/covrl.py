@@ -166,11 +166,7 @@ class CoVRL(Algorithm):
 
     def features(self, example: Example, completion: Completion) -> dict[str, float]:
         """Which prompt produced the trace, and whether it has the form: closed, nothing like a tag in it, not empty."""
-        answered = "answer" in (completion.roles or ())
-        return {
-            "from_prior": float(completion.context == "prompt"),
-            "valid": float(answered and bool(completion.text.strip())),
-        }
+        return {"from_prior": float(completion.context == "prompt"), "valid": float(completion.valid_trace)}
 
     def reward(self, batch: Batch) -> Float[Tensor, " B"]:
         """The answer's likelihood behind the trace; the least of its group for a trace that was never closed."""

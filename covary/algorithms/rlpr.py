@@ -61,8 +61,7 @@ class RLPR(Algorithm):
 
     def features(self, example: Example, completion: Completion) -> dict[str, float]:
         """Whether the trace has the form."""
-        answered = "answer" in (completion.roles or ())
-        return {"valid": float(answered and bool(completion.text.strip()))}
+        return {"valid": float(completion.valid_trace)}
 
     def reward(self, batch: Batch) -> Float[Tensor, " B"]:
         """Mean probability above the base, and the format."""
