@@ -48,6 +48,14 @@ def test_token_by_token_methods_refuse_other_tokens_and_name_the_one_that_takes_
     assert not (tmp_path / "run").exists()
 
 
+def test_a_file_of_completions_that_cannot_be_made_is_told_before_the_run(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    cache = str(tmp_path / "file" / "teacher.jsonl")
+    with pytest.raises(UserError, match=r"teacher\.cache: .*file/teacher.jsonl cannot be made"):
+        run(tmp_path, algorithm={"name": "seqkd"}, reward=None, teacher={"model": "tiny", "cache": cache})
+    assert not (tmp_path / "run").exists()
+
+
 def test_whole_distributions_are_nothing_that_a_server_gives(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"teacher\.url: the score 'jsd' compares whole distributions"):
         run(
