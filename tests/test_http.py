@@ -12,19 +12,30 @@ from covary.settings import check_address
 from covary.types import RunError, UserError
 
 
+def answer_each(server: socket.socket, answers: list[bytes]) -> threading.Thread:
+    """One connection per answer. The request is read to its end first: closing before that resets the connection, and
+    the answer may be lost."""
+
+    def serve() -> None:
+        for answer in answers:
+            connection, _ = server.accept()
+            with connection, connection.makefile("rb") as request:
+                length = 0
+                while (line := request.readline().strip().lower()) != b"":
+                    if line.startswith(b"content-length:"):
+                        length = int(line.split(b":")[1])
+                request.read(length)
+                connection.sendall(answer)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    return thread
+
+
 def test_an_answer_that_breaks_off_is_asked_for_again() -> None:
     answers = [b"HTTP/1.0 200 OK\r\nContent-Length: 1000\r\n\r\n{", b"garbage\r\n\r\n", b"HTTP/1.0 200 OK\r\n\r\n{}"]
     with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def serve() -> None:
-            for answer in answers:
-                connection, _ = server.accept()
-                with connection:
-                    connection.recv(10_000)
-                    connection.sendall(answer)
-
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
+        thread = answer_each(server, answers)
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
         assert post_json(url, {}, key=None, timeout=5, attempts=3, pause=0.01) == {}
         thread.join(5)
@@ -32,15 +43,7 @@ def test_an_answer_that_breaks_off_is_asked_for_again() -> None:
 
 def test_answers_that_always_break_off_end_in_one_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def serve() -> None:
-            for _ in range(2):
-                connection, _ = server.accept()
-                with connection:
-                    connection.recv(10_000)
-                    connection.sendall(b"HTTP/1.0 200 OK\r\nContent-Length: 1000\r\n\r\n{")
-
-        threading.Thread(target=serve, daemon=True).start()
+        answer_each(server, [b"HTTP/1.0 200 OK\r\nContent-Length: 1000\r\n\r\n{"] * 2)
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
         with pytest.raises(RunError, match=r"no answer in 2 attempts; the last: IncompleteRead"):
             post_json(url, {}, key=None, timeout=5, attempts=2, pause=0.01)
