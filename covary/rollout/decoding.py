@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from covary.attention import Forest, packed_inputs, use_packed
-from covary.types import Finish, Request
+from covary.types import Example, Finish, Request
 
 if TYPE_CHECKING:  # transformers takes seconds to import, in which `covary check` has other work to do
     from transformers import PreTrainedModel
@@ -35,6 +35,7 @@ _PREFILL_TOKENS = 2**13
 class Row:
     """A completion in the making."""
 
+    example: Example
     contexts: Mapping[str, Sequence[int]]
     request: Request
     draw: np.random.Generator
@@ -451,7 +452,7 @@ def _difference(model: PreTrainedModel) -> float:
         return tuple(torch.randint(vocabulary, (count,), generator=draw).tolist())
 
     prompts, steps = [ids(5), ids(3)], 3
-    rows = [Row({"prompt": prompts[tree]}, Request(1), np.random.default_rng(0)) for tree in (0, 1, 0)]
+    rows = [Row(Example("", ""), {"prompt": prompts[tree]}, Request(1), np.random.default_rng(0)) for tree in (0, 1, 0)]
     decoding = SharedDecoding(model, lambda row: row.prompt, steps + 1)
     decoding.join(rows)
     for _ in range(steps):

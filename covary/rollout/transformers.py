@@ -20,7 +20,7 @@ from covary.rollout.decoding import Decoding, Row, decoding_of
 from covary.rollout.linear import reordered_weights
 from covary.rollout.sampling import sample_tokens
 from covary.seeding import derive_seed
-from covary.types import Completion, Group, Request, Sampling, Source, UserError
+from covary.types import Completion, Example, Group, Request, Sampling, Source, UserError
 
 if TYPE_CHECKING:  # transformers takes seconds to import, in which `covary check` has other work to do
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -42,6 +42,7 @@ class TransformersRollout:
     Attributes:
         end_ids: every id that ends a completion, of the tokenizer and of the model's two configs.
         on_progress: called with (rows finished, rows in all) whenever rows finish.
+        on_text: called with (example, text) of every row that finishes.
     """
 
     source: ClassVar[Source] = "policy"
@@ -68,6 +69,7 @@ class TransformersRollout:
         self.cache_bytes = cache_bytes
         self.weights_version = 0
         self.on_progress: Callable[[int, int], None] | None = None
+        self.on_text: Callable[[Example, str], None] | None = None
         with evaluating(model):
             self._kind = decoding_of(model)
         self._config = model.config.get_text_config(decoder=True)
@@ -102,16 +104,19 @@ class TransformersRollout:
             for request in requests:
                 for _ in range(request.count):
                     draw = np.random.Generator(np.random.PCG64(derive_seed(seed, name, index[name])))
-                    rows.append(Row(group.contexts, request, draw))
+                    rows.append(Row(group.example, group.contexts, request, draw))
                     index[name] += 1
         # no_grad, not inference_mode: tensors that the model keeps from a pass must stay fit for training.
         # One autocast around all passes: its cache then casts the weights once.
         with torch.no_grad(), evaluating(self.model), reordered_weights(self.model, self.autocast), self._autocast():
-            finished = 0
-            for newly in self._decode(rows, sampling):
-                finished += newly
+            count = 0
+            for finished in self._decode(rows, sampling):
+                count += len(finished)
                 if self.on_progress is not None:
-                    self.on_progress(finished, len(rows))
+                    self.on_progress(count, len(rows))
+                if self.on_text is not None:
+                    for row in finished:
+                        self.on_text(row.example, row.text)
         done = iter(rows)
         return [
             Group(
@@ -170,8 +175,8 @@ class TransformersRollout:
         """What the logits of `_begin` are divided by."""
         return sampling.temperature
 
-    def _decode(self, rows: list[Row], sampling: Sampling) -> Iterator[int]:
-        """Completes `rows`, as many at a time as fit; yields the number of rows that finished, after each step with any.
+    def _decode(self, rows: list[Row], sampling: Sampling) -> Iterator[list[Row]]:
+        """Completes `rows`, as many at a time as fit; yields those that finished, after each step with any.
 
         Longest prompts come first: little padding, and memory peaks early.
         """
@@ -186,7 +191,7 @@ class TransformersRollout:
                     present += joining
             growing = [row for row in present if row.finish is None]
             tokens = self._sample(decoding.logits, present, sampling)
-            if finished := sum(row.finish is not None for row in growing):
+            if finished := [row for row in growing if row.finish is not None]:
                 yield finished
             alive = [index for index, row in enumerate(present) if row.finish is None]
             # Where a finished row has to be copied away from, it is cheaper to read it on until half of them have.

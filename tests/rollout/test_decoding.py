@@ -16,7 +16,7 @@ from torch import nn
 from covary.rollout import decoding as decodings
 from covary.rollout.decoding import CachedDecoding, Row, SharedDecoding, decoding_of
 from covary.rollout.linear import reordered_weights
-from covary.types import Request
+from covary.types import Example, Request
 from tests.models import FAMILIES, random_model
 
 
@@ -28,7 +28,7 @@ def model_of(family: str) -> Any:
 
 
 def new_row(prompt: list[int]) -> Row:
-    return Row({"prompt": prompt}, Request(1), np.random.default_rng(0))
+    return Row(Example("", ""), {"prompt": prompt}, Request(1), np.random.default_rng(0))
 
 
 def plain(model: Any, row: Row) -> torch.Tensor:
