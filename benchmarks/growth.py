@@ -4,7 +4,8 @@
 
 A random model of SmolLM2-135M's shape, float32, one group of k completions of one prompt, all in one forward pass
 (`micro_batch_tokens` without bound). One of k (2..32), prompt (32..1024) and completion (16..512 tokens) changes at a
-time; the others stay at 8, 256 and 64. Beside them the cell prompt 512, completion 32, k 8.
+time; the others stay at 4, 128 and 32 (so that padded rows fit into 16 GB). Beside them the cell k 8, prompt 512,
+completion 32.
 
 Each cell and layout is a process of its own, which first does the same at a small size. Time is the least of `--repeat`:
 of `LocalEngine.score` (no gradient) and of `LocalEngine.forward_backward` (GRPO's loss, no optimizer). Memory is the
@@ -28,9 +29,9 @@ from typing import Any
 FACTORS = {
     "k": (2, 4, 8, 16, 32),
     "prompt": (32, 128, 256, 512, 1024),
-    "completion": (16, 64, 128, 256, 512),
+    "completion": (16, 32, 128, 256, 512),
 }
-CENTRE = {"k": 8, "prompt": 256, "completion": 64}
+CENTRE = {"k": 4, "prompt": 128, "completion": 32}
 LONG_PROMPT = {"k": 8, "prompt": 512, "completion": 32}
 LAYOUTS = ("packed", "padded")
 MEASURES = ("score_s", "score_mib", "update_s", "update_mib")

@@ -5,7 +5,7 @@
 Sets up an environment with TRL by itself, with the torch and transformers of this one (`--env`, default
 benchmarks/.trl). The model is SmolLM2-135M-Instruct as `scripts/fetch_smollm2.py` makes it (`--model`), and the shipped
 one. A pair is a process of TRL, one of covary's `grpo` and one of its `gvpo`, in turn forwards and backwards; each does
-one step to warm up and `--steps` that count, at one update a rollout, and reports the medians of its own.
+one step to warm up and a few that count (`--steps`), at one update a rollout, and reports the medians of its own.
 
 A time's ratio is TRL's over ours, memory's is ours over TRL's: the median over pairs, with its range. Cases:
 
@@ -84,13 +84,14 @@ class Case:
     max_tokens: int = 48
     length: int | None = None
     lr: float = 1e-6
+    steps: int = 2
     bf16: bool = False
 
 
 CASES = {
     "smollm2_full": Case(length=48),
     "smollm2_ragged": Case(ends=[FREQUENT]),
-    "tiny": Case(tiny=True, max_tokens=16, lr=1e-4),
+    "tiny": Case(tiny=True, max_tokens=16, lr=1e-4, steps=10),
     "smollm2_full_bf16": Case(length=48, bf16=True),
     "smollm2_ragged_bf16": Case(ends=[FREQUENT], bf16=True),
 }
@@ -101,7 +102,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--json", type=Path, help="results by case; cases that are not run stay as they are")
     parser.add_argument("--case", choices=CASES, help="default: all")
-    parser.add_argument("--steps", type=int, default=2, help="steps that count, a process")
+    parser.add_argument("--steps", type=int, help="steps that count, a process (default: 2, tiny 10)")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--model", type=Path, default=Path("models/smollm2-135m-instruct"))
     parser.add_argument("--env", type=Path, default=HERE / ".trl", help="where TRL is, or is put")
@@ -112,9 +113,10 @@ def main() -> None:
         sys.exit(f"no folder {arguments.model}; make it with: python scripts/fetch_smollm2.py {arguments.model}")
     pythons = {"trl": environment(arguments.env), "covary": Path(sys.executable)}
     for name in names:
+        steps = arguments.steps or CASES[name].steps
         with tempfile.TemporaryDirectory() as folder:
             settings = prepare(CASES[name], arguments.model, Path(folder))
-            settings |= {"threads": arguments.threads, "warm_up": 1, "steps": arguments.steps}
+            settings |= {"threads": arguments.threads, "warm_up": 1, "steps": steps}
             measure = Side(name, pythons, settings, Path(folder) / "result.json")
             if arguments.try_trl:
                 for choice in TRL_CHOICES[0 if CASES[name].tiny else 2 :]:
@@ -124,7 +126,7 @@ def main() -> None:
                 result = compare(CASES[name], pairs(measure, arguments.pairs))
             except NotComparable as error:
                 sys.exit(f"{name}: {error}")
-        result |= {"threads": arguments.threads, "machine": platform.machine(), "steps": arguments.steps}
+        result |= {"threads": arguments.threads, "machine": platform.machine(), "steps": steps}
         print(f"{name:20} {ratios(result)}\n{'':20} gvpo: {ratios(result['gvpo'])}", flush=True)
         if arguments.json:
             record(arguments.json, name, result)
