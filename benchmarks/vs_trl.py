@@ -17,8 +17,8 @@ A time's ratio is TRL's over ours, memory's is ours over TRL's: the median over 
 A comparison is refused where the two sides did not see the same prompt tokens, or where their completions differ in
 length by more than sampling explains.
 
-`--try-trl` measures TRL alone under each of its settings that change its speed and not its result, once: the fastest is
-what the pairs use (`TRL_CHOICE`).
+`--try-trl` measures TRL alone, once, under each of its settings that change its speed and not its result: the fastest is
+what the pairs use (`Case.trl_rows`, no gradient checkpointing, which is TRL's default and saves memory for time).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -42,8 +42,6 @@ HERE = Path(__file__).parent
 TRL = "1.16.0"
 PARTS = ("step", "rollout", "update")
 ALGORITHMS = {"grpo": {"name": "grpo", "kl_coef": 0.0}, "gvpo": {"name": "gvpo", "beta": 0.1}}
-TRL_CHOICE = {"rows": 32, "gradient_checkpointing": False}
-TRL_CHOICES = [{"rows": rows, "gradient_checkpointing": again} for rows in (512, 32, 16, 8) for again in (False, True)]
 NEVER = "<reponame>"
 """A token of SmolLM2 that its pre-training on text leaves without probability."""
 FREQUENT = ","
@@ -76,6 +74,7 @@ class Case:
         tiny: the shipped model and questions of the quickstart; else SmolLM2 and `TEXTS`.
         ends: tokens that end a completion beside `NEVER`; SmolLM2 only.
         length: tokens that every completion must have; None: as they come.
+        trl_rows: rows that TRL reads in one pass.
     """
 
     tiny: bool = False
@@ -86,12 +85,19 @@ class Case:
     lr: float = 1e-6
     steps: int = 2
     bf16: bool = False
+    trl_rows: int = 32
+
+    def trl_choices(self) -> Iterator[dict[str, Any]]:
+        """TRL's settings that `--try-trl` measures: all rows a pass, or fewer; activations kept, or computed again."""
+        for parts in (1, 2, 4):
+            for again in (False, True):
+                yield {"rows": (64 if self.tiny else 4) * self.completions // parts, "gradient_checkpointing": again}
 
 
 CASES = {
     "smollm2_full": Case(length=48),
     "smollm2_ragged": Case(ends=[FREQUENT]),
-    "tiny": Case(tiny=True, max_tokens=16, lr=1e-4, steps=10),
+    "tiny": Case(tiny=True, max_tokens=16, lr=1e-4, steps=10, trl_rows=512),
     "smollm2_full_bf16": Case(length=48, bf16=True),
     "smollm2_ragged_bf16": Case(ends=[FREQUENT], bf16=True),
 }
@@ -119,8 +125,9 @@ def main() -> None:
             settings |= {"threads": arguments.threads, "warm_up": 1, "steps": steps}
             measure = Side(name, pythons, settings, Path(folder) / "result.json")
             if arguments.try_trl:
-                for choice in TRL_CHOICES[0 if CASES[name].tiny else 2 :]:
-                    measure("trl", label=f"trl {choice}", trl=choice)
+                found = [choice | numbers([measure("trl", trl=choice)]) for choice in CASES[name].trl_choices()]
+                if arguments.json:
+                    record(arguments.json, name, {"choices": found}, page_of_choices)
                 continue
             try:
                 result = compare(CASES[name], pairs(measure, arguments.pairs))
@@ -129,7 +136,7 @@ def main() -> None:
         result |= {"threads": arguments.threads, "machine": platform.machine(), "steps": steps}
         print(f"{name:20} {ratios(result)}\n{'':20} gvpo: {ratios(result['gvpo'])}", flush=True)
         if arguments.json:
-            record(arguments.json, name, result)
+            record(arguments.json, name, result, page)
 
 
 # -- the two sides -----------------------------------------------------------------------------------------------
@@ -186,6 +193,7 @@ def prepare(case: Case, model: Path, folder: Path) -> dict[str, Any]:
         "max_tokens": case.max_tokens,
         "lr": case.lr,
         "bf16": case.bf16,
+        "trl": {"rows": case.trl_rows, "gradient_checkpointing": False},
     }
 
 
@@ -222,14 +230,14 @@ class Side:
     settings: dict[str, Any]
     result: Path
 
-    def __call__(self, side: str, *, label: str, **changes: Any) -> dict[str, Any]:
+    def __call__(self, side: str, **changes: Any) -> dict[str, Any]:
         """Its result; one line is printed.
 
         Raises:
             NotComparable: it read other prompts.
         """
         file = self.result.with_name("settings.json")
-        settings = {"seed": 0, "trl": TRL_CHOICE, **self.settings, **changes}
+        settings = {"seed": 0, **self.settings, **changes}
         file.write_text(json.dumps(settings))
         threads = str(self.settings["threads"])
         environ = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
@@ -240,9 +248,13 @@ class Side:
         result = json.loads(self.result.read_text())
         parts = "  ".join(f"{part} {statistics.median(result[part]):.3f} s" for part in PARTS)
         length = statistics.mean(n for step in result["lengths"] for n in step)
-        print(f"{self.case:20} {label:10} {parts}  {result['memory']:.0f} MiB  mean length {length:.1f}", flush=True)
+        label = "  ".join(str(settings[key]) for key in ("algorithm", "trl") if key in changes)
+        print(
+            f"{self.case:20} {side:6} {parts}  {result['memory']:.0f} MiB  mean length {length:.1f}  {label}",
+            flush=True,
+        )
         if result["prompt_ids"] != settings["prompt_ids"]:
-            raise NotComparable(f"{label} made other tokens of the prompts")
+            raise NotComparable(f"{side} made other tokens of the prompts")
         return result
 
 
@@ -252,8 +264,8 @@ def pairs(measure: Callable[..., dict[str, Any]], count: int) -> dict[str, list[
     results: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     for pair in range(count):
         for side in sides if pair % 2 == 0 else reversed(sides):
-            program = "trl" if side == "trl" else "covary"
-            results[side].append(measure(program, label=side, seed=pair, algorithm=ALGORITHMS.get(side)))
+            algorithm = {} if side == "trl" else {"algorithm": ALGORITHMS[side]}
+            results[side].append(measure("covary" if algorithm else "trl", seed=pair, **algorithm))
     return results
 
 
@@ -339,12 +351,31 @@ def ratios(result: dict[str, Any]) -> str:
     return f"{parts}  memory {result['memory_ratio']:.2f}x"
 
 
-def record(file: Path, name: str, result: dict[str, Any]) -> None:
+def record(file: Path, name: str, result: dict[str, Any], page: Callable[[dict[str, Any]], str]) -> None:
     """Put a case's result into the file, and a page of tables beside it."""
     known = json.loads(file.read_text()) if file.exists() else {}
     known = {case: found for case in CASES if (found := {**known, name: result}.get(case)) is not None}
     file.write_text(json.dumps(known, indent=2) + "\n")
     file.with_suffix(".md").write_text(page(known))
+
+
+def page_of_choices(results: dict[str, Any]) -> str:
+    """TRL's settings beside each other, as a page."""
+    lines = [
+        "# TRL under its own settings",
+        "",
+        "Written by `python benchmarks/vs_trl.py --try-trl --json benchmarks/results/trl_choices.json`: which of TRL's",
+        "settings that change its speed and not its result is the fastest; one process each. Seconds.",
+        "",
+        "| case | rows a pass | gradient checkpointing | step | rollout | update | peak MiB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, result in results.items():
+        for found in result["choices"]:
+            cells = [str(found["rows"]), "yes" if found["gradient_checkpointing"] else "no"]
+            cells += [f"{found[f'{part}_s']['median']:.3g}" for part in PARTS]
+            lines.append(f"| {name} | " + " | ".join([*cells, str(found["peak_mib"]["median"])]) + " |")
+    return "\n".join(lines) + "\n"
 
 
 def page(results: dict[str, dict[str, Any]]) -> str:

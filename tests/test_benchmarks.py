@@ -127,12 +127,12 @@ def test_ratios_are_medians_over_pairs() -> None:
 def test_pairs_turn_around() -> None:
     asked = []
 
-    def measure(program: str, *, label: str, seed: int, algorithm: Any) -> dict[str, Any]:
-        asked.append((program, label, seed))
+    def measure(program: str, *, seed: int, algorithm: Any = None) -> dict[str, Any]:
+        asked.append((program, algorithm and algorithm["name"], seed))
         return {"number": len(asked)}
 
     found = vs_trl.pairs(measure, 2)
-    forwards = [("trl", "trl", 0), ("covary", "grpo", 0), ("covary", "gvpo", 0)]
+    forwards = [("trl", None, 0), ("covary", "grpo", 0), ("covary", "gvpo", 0)]
     assert asked == [*forwards, *((program, label, 1) for program, label, _ in reversed(forwards))]
     assert found == {
         name: [{"number": a}, {"number": b}] for name, a, b in (("trl", 1, 6), ("grpo", 2, 5), ("gvpo", 3, 4))
@@ -161,12 +161,18 @@ def test_results_are_recorded_case_by_case_with_a_page(tmp_path: Path) -> None:
             one |= {"logp_error_mean": 0.25, "logp_error_max": 1.5}
     for name, given in (("tiny", half), ("smollm2_full", results())):
         found = vs_trl.compare(vs_trl.Case(length=4), given) | {"threads": 2, "machine": "x", "steps": 1}
-        vs_trl.record(file, name, found)
+        vs_trl.record(file, name, found, vs_trl.page)
     text = file.with_suffix(".md").read_text()
     assert text.index("| smollm2_full | trl | 12 |") < text.index("| tiny | trl | 12 |")
     assert "| tiny | grpo | 2 | 1 | 1 | 330 | 4 | 6.00 (5.00-10.00) | 6.00 | 6.00 | 0.30 |" in text
     assert "| tiny | gvpo | 0.2500 | 1.500 |" in text
     assert "smollm2_full: 3 pairs of 1 steps, 2 threads" in text
+
+
+def test_trls_settings_are_recorded(tmp_path: Path) -> None:
+    found = [choice | vs_trl.numbers([results()["trl"][0]]) for choice in vs_trl.Case().trl_choices()]
+    vs_trl.record(tmp_path / "c.json", "tiny", {"choices": found}, vs_trl.page_of_choices)
+    assert "| tiny | 16 | yes | 10 | 5 | 5 | 1000 |" in (tmp_path / "c.md").read_text()
 
 
 def test_another_end_token_changes_no_other_token(tmp_path: Path) -> None:
@@ -219,7 +225,10 @@ def test_trl_reads_rows_in_whole_passes() -> None:
     assert batches == {
         "per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "gradient_checkpointing": True
     }  # fmt: skip
-    assert vs_trl_side.micro_batches(32, vs_trl.TRL_CHOICE)["gradient_accumulation_steps"] == 1
+    choices = [*vs_trl.Case().trl_choices()]
+    assert [choice["rows"] for choice in choices] == [32, 32, 16, 16, 8, 8]
+    whole = [vs_trl_side.micro_batches(32, c)["gradient_accumulation_steps"] for c in choices]
+    assert whole == [1, 1, 2, 2, 4, 4]
 
 
 def test_versions_of_another_environment() -> None:
