@@ -41,6 +41,8 @@ SHORT = 16
 HEAD_ROWS = 512
 """Rows of the output projection that is timed: all scored positions at once would not be computed in one piece."""
 SQUARES = (1024, 1536, 2048)
+TIMED_OPERATIONS = 2e10
+"""Operations of a product that is timed at once: fast ones are repeated."""
 
 
 @dataclass(frozen=True)
@@ -241,7 +243,7 @@ def matrix_products(shape: Shape, dtype: Any) -> list[tuple[str, tuple[Callable[
     found = []
     for rows, outputs, inputs in sizes:
         x, weight = torch.randn(rows, inputs, dtype=dtype), torch.randn(outputs, inputs, dtype=dtype)
-        repeats = max(1, int(2e10 / (2 * rows * outputs * inputs)))
+        repeats = max(1, int(TIMED_OPERATIONS / (2 * rows * outputs * inputs)))
 
         def run(x: Any = x, weight: Any = weight, repeats: int = repeats) -> None:
             for _ in range(repeats):

@@ -12,7 +12,8 @@ import torch
 from benchmarks import growth, limits, vs_trl, vs_trl_side
 from covary.models.loading import load_model, load_tokenizer
 from covary.rollout.transformers import TransformersRollout
-from tests.models import save_random_model
+from covary.scoring import trees
+from tests.models import byte_tokenizer, random_llama, save_random_model
 
 # -- limits ------------------------------------------------------------------------------------------------------
 
@@ -41,6 +42,27 @@ def test_the_shape_is_that_of_the_model() -> None:
     model, _, shape = limits.smollm2_shape()
     linear = sorted(tuple(m.weight.shape) for m in model.modules() if isinstance(m, torch.nn.Linear))
     assert linear == sorted([*shape.matrices * shape.layers, (shape.vocabulary, shape.hidden)])
+
+
+@pytest.fixture
+def small_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = limits.Shape(hidden=32, inner=64, layers=2, heads=2, kv_heads=2, head=16, vocabulary=259)
+    monkeypatch.setattr(limits, "smollm2_shape", lambda: (random_llama(), byte_tokenizer(), shape))
+
+
+@pytest.mark.usefixtures("small_model")
+def test_limits_of_a_small_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "TIMED_OPERATIONS", 1e6)
+    monkeypatch.setattr(limits, "SQUARES", (64,))
+    results: dict[str, Any] = {dtype: limits.measure(dtype, rounds=1) for dtype in ("float32", "bfloat16")}
+    for found in results.values():
+        assert found["rate_gflops"] == max(found["rates_gflops"].values()) > 0
+        assert found["update_s"] == found["gradient_s"] + found["optimizer_s"] > found["update_floor_s"]
+        assert found["update_share_of_rate"] == pytest.approx(found["update_floor_s"] / found["update_s"])
+        assert found["decode_ratio"] == pytest.approx(found["decode_step_ms"] / found["decode_floor_ms"])
+    text = limits.page(results | {"threads": 1, "rounds": 1, "torch": "2"})
+    share = [f"{results[dtype]['update_share_of_rate']:.0%}" for dtype in ("float32", "bfloat16")]
+    assert f"| share of the rate, whole update | {share[0]} | {share[1]} |" in text
 
 
 def test_work_is_measured_in_turn_and_its_first_round_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,6 +96,17 @@ def test_growth_changes_one_factor_at_a_time() -> None:
     for factor, values in growth.FACTORS.items():
         assert [cell[factor] for cell in growth.along(cells, factor)] == list(values)
     assert growth.LONG_PROMPT in cells
+
+
+@pytest.mark.usefixtures("small_model")
+@pytest.mark.parametrize("layout", growth.LAYOUTS)
+def test_a_cell_of_growth_on_a_small_model(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+    monkeypatch.setitem(sys.modules, "limits", limits)  # as the script finds it beside itself
+    monkeypatch.setattr(trees, "use_trees", trees.use_trees)  # what the cell of padded rows puts there leaves with it
+    found = growth.measure(layout, k=3, prompt=20, completion=10, repeat=1, threads=torch.get_num_threads())
+    assert tuple(found) == growth.MEASURES
+    assert min(found["score_s"], found["update_s"]) > 0
+    assert found["update_mib"] >= found["score_mib"] >= 0
 
 
 def test_exponents_are_fitted_along_each_factor() -> None:
