@@ -11,6 +11,10 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear, pad
+
+# Rows beyond which plain products are as fast.
+_MOST_ROWS = 512
 
 
 @contextmanager
@@ -32,7 +36,7 @@ def reordered_weights(model: nn.Module, autocast: torch.dtype | None) -> Iterato
     if not torch.backends.mkldnn.is_available():
         mine = []
     for layer in mine:
-        layer.forward = _Product(layer.weight.detach(), layer.bias, autocast or layer.weight.dtype)
+        layer.forward = _Product(layer, autocast or layer.weight.dtype)
     try:
         yield
     finally:
@@ -41,12 +45,23 @@ def reordered_weights(model: nn.Module, autocast: torch.dtype | None) -> Iterato
 
 
 class _Product:
-    """x -> x @ weight.T + bias."""
+    """x -> x @ weight.T + bias.
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+    The library keeps code and buffers for every number of rows that it has met, so the rows are rounded up: else its
+    memory would grow with the steps of a run.
+    """
+
+    def __init__(self, layer: nn.Linear, dtype: torch.dtype) -> None:
+        self.layer = layer
         self.dtype = dtype
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype))
-        self.bias = None if bias is None else bias.detach().to(dtype)
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach().to(dtype))
+        self.bias = None if layer.bias is None else layer.bias.detach().to(dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x.to(self.dtype), self.weight, self.bias, "none", [], "")
+        rows = x.numel() // x.shape[-1]
+        if rows > _MOST_ROWS:
+            return linear(x, self.layer.weight, self.layer.bias)
+        step = 8 if rows <= 64 else 32
+        padded = pad(x.to(self.dtype).reshape(rows, -1), (0, 0, 0, -rows % step))
+        product = torch.ops.mkldnn._linear_pointwise(padded, self.weight, self.bias, "none", [], "")
+        return product[:rows].view(*x.shape[:-1], -1)

@@ -138,7 +138,9 @@ def test_a_model_that_decodes_differently_is_noticed(monkeypatch: pytest.MonkeyP
 def test_reordered_weights_give_the_same_products(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(24, 40), nn.Linear(40, 8, bias=False)).to(dtype)
-    inputs = [torch.randn(rows, 24, dtype=dtype) for rows in (1, 7, 64)] + [torch.randn(2, 3, 24, dtype=dtype)]
+    inputs = [torch.randn(rows, 24, dtype=dtype) for rows in (1, 8, 9, 64, 65, 512, 513)] + [
+        torch.randn(2, 3, 24, dtype=dtype)
+    ]
     inputs.append(torch.randn(24, 5, dtype=dtype).t())  # not contiguous
     with torch.no_grad():
         expected = [model(x) for x in inputs]
@@ -149,6 +151,19 @@ def test_reordered_weights_give_the_same_products(dtype: torch.dtype) -> None:
     tolerance = 1e-5 if dtype is torch.float32 else 2e-2
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)
+
+
+def test_few_numbers_of_rows_reach_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps code for each that it meets, so its memory would grow with the steps of a run."""
+    met: set[int] = set()
+    product = torch.ops.mkldnn._linear_pointwise
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", lambda x, *rest: met.add(len(x)) or product(x, *rest))
+    model = nn.Sequential(nn.Linear(4, 4))
+    with torch.no_grad(), reordered_weights(model, None):
+        for rows in range(1, 600):
+            assert model(torch.ones(rows, 4)).shape == (rows, 4)
+    assert len(met) == 8 + 14
+    assert max(met) == 512
 
 
 def test_reordered_weights_are_gone_after_an_error_and_a_changed_weight_is_seen_next_time() -> None:
