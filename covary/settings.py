@@ -113,10 +113,6 @@ class Rollout:
 
     engine: Literal["transformers", "vllm", "dataset"] = "transformers"
     """Sample from the policy, with the trainer's own model or with vLLM; or take the completions that the task's rows hold."""
-    server: RolloutServer | None = None
-    """Who runs vLLM. None: this process."""
-    memory_share: Share = 0.3
-    """Share of the GPU's memory (without one, of the machine's) that vLLM takes in this process, its weights included."""
     prompts: PositiveInt = 64
     """Prompts a step."""
     completions: PositiveInt = 8
@@ -133,6 +129,10 @@ class Rollout:
     """Completions of a file in each group, for methods that learn from any sampler."""
     max_regenerations: NonNegativeInt = 4
     """Times a step may draw new prompts for groups that the algorithm's `select` dropped."""
+    server: RolloutServer | None = None
+    """Who runs vLLM. None: this process."""
+    memory_share: Share = 0.3
+    """Share of the GPU's memory (without one, of the machine's) that vLLM takes in this process, its weights included."""
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,15 @@ Answer = tuple[int, Any]
 
 @contextmanager
 def serving(answer: Callable[[dict[str, Any]], Answer]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """A server whose `/v1/completions` says what `answer` says; its address, and the requests that it saw."""
+    """A server that says what `answer` says to a request (its body, `path` and `key`); its address, and what it saw."""
     seen: list[dict[str, Any]] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            seen.append(body | {"path": self.path, "key": self.headers.get("Authorization")})
-            status, said = answer(body)
+            asked = body | {"path": self.path, "key": self.headers.get("Authorization")}
+            seen.append(asked)
+            status, said = answer(asked)
             data = said if isinstance(said, bytes) else json.dumps(said).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(data)))

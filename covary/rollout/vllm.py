@@ -23,8 +23,8 @@ from covary.types import Completion, Finish, Group, Request, RunError, Sampling,
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-PROBE_TOKENS = 64
-"""Tokens of the text that is compared after each sync, at most."""
+PROBE_TOKENS = 192
+"""Tokens of the text that is compared after each sync, at most: more than vLLM remembers of a prompt in one piece."""
 _SAMPLED = 16  # tokens that the comparison samples
 _SEED_BITS = 31
 _ROUNDING = 1e-2  # a log-prob computed in 16 bits may lie above 0
@@ -32,7 +32,7 @@ _ROUNDING = 1e-2  # a log-prob computed in 16 bits may lie above 0
 # may use all of it; later ones a multiple of what the first one found, which rounding does not reach and stale weights do.
 _LIMIT = {None: 0.01, torch.bfloat16: 0.1}
 _GROWTH = 10.0
-_LEAST = 1e-4
+_LEAST = 5e-5
 _MOVED = 1e-5  # nats; an update that moves the text less is none that could be looked for
 
 
@@ -230,6 +230,15 @@ class VllmRollout:
         ours, theirs = self._logps(self.probe, 1.0), _tensor(read.prompt_logps)
         if len(theirs) != len(ours):
             raise RunError(f"{self.vllm.name}: {len(theirs)} log-probs of a prompt of {len(ours) + 1} tokens")
+        if self._last is not None:
+            before_theirs, before_ours = self._last
+            moved = float((ours - before_ours).abs().mean())
+            if moved > _MOVED and torch.equal(theirs, before_theirs):
+                raise RunError(
+                    f"{self.vllm.name}: still has the weights of an earlier update: it gives {len(self.probe)} tokens the same "
+                    f"log-probs as then, to the last digit (mean {theirs.mean():.6f}), and the trainer's moved by {moved:.2g} "
+                    f"nats per token (mean {ours.mean():.6f})"
+                )
         difference = float((theirs - ours).abs().mean())
         limit = _LIMIT[self.autocast]
         if self._noise is not None:
@@ -241,32 +250,23 @@ class VllmRollout:
                 f"token (allowed: {limit:.2g}). Perhaps it serves another model, or its type is not the trainer's (--dtype), "
                 "or it did not take all weights (tied embeddings are two copies to it)"
             )
-        if self._last is not None:
-            before_theirs, before_ours = self._last
-            moved = float((ours - before_ours).abs().mean())
-            if moved > _MOVED and torch.equal(theirs, before_theirs):
-                raise RunError(
-                    f"{self.vllm.name}: still has the weights of an earlier update: it gives {len(self.probe)} tokens the same "
-                    f"log-probs as then, to the last digit (mean {theirs.mean():.6f}), and the trainer's moved by {moved:.2g} "
-                    f"nats per token (mean {ours.mean():.6f})"
-                )
-        self._compare_temperature(row, limit)
+        sampled = self._compare_temperature(row, limit)
         if self._noise is None:
-            self._noise = difference
+            self._noise = max(difference, sampled)
         if self._last is None or not torch.equal(theirs, self._last[0]):
             self._last = (theirs, ours)
 
-    def _compare_temperature(self, row: Answer, limit: float) -> None:
-        """The log-probs of what is sampled have to be those at the temperature."""
+    def _compare_temperature(self, row: Answer, limit: float) -> float:
+        """The log-probs of what is sampled have to be those at the temperature; how far they are from them."""
         tokens, theirs = [*self.probe, *row.tokens], _tensor(row.logps)
         ours = self._logps(tokens, self.temperature)[len(self.probe) - 1 :]
         # Dividing the logits by a temperature below 1 multiplies their rounding.
         allowed = limit * max(1.0, 1 / self.temperature)
         difference = float((theirs - ours).abs().mean())
         if difference <= allowed:
-            return
+            return difference
         raw = self._logps(tokens, 1.0)[len(self.probe) - 1 :]
-        hint = "its sampler is not the policy"
+        hint = "its sampler is not the policy, or what it remembers of a prompt belongs to other weights"
         if float((theirs - raw).abs().mean()) <= limit:
             hint = "they are those of temperature 1: vLLM needs --logprobs-mode processed_logprobs"
         raise RunError(

@@ -79,22 +79,19 @@ class LocalVllm:
         """As `Vllm`."""
         from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
 
-        answers: dict[str, Answer] = {}
+        outputs: list[Any] = []
         try:
             prompts = [{"prompt_token_ids": job.prompt} for job in jobs]
-            sampling = [SamplingParams(**job.parameters) for job in jobs]
-            asked = dict(zip(self.llm.enqueue(prompts, sampling, use_tqdm=False), jobs, strict=True))
+            self.llm.enqueue(prompts, [SamplingParams(**job.parameters) for job in jobs], use_tqdm=False)
             while self.llm.llm_engine.has_unfinished_requests():
-                for output in self.llm.llm_engine.step():
-                    if output.finished:
-                        answers[output.request_id] = _answer(output, asked[output.request_id])
-                        if on_progress is not None:
-                            on_progress(len(answers), len(jobs))
-        except RunError:
-            raise
+                finished = [output for output in self.llm.llm_engine.step() if output.finished]
+                outputs += finished
+                if finished and on_progress is not None:
+                    on_progress(len(outputs), len(jobs))
         except Exception as error:
             raise RunError(f"vLLM: {_line(error)}") from error
-        return [answers[id] for id in asked]
+        outputs.sort(key=lambda output: int(output.request_id))  # vLLM counts requests
+        return [_answer(output, job) for output, job in zip(outputs, jobs, strict=True)]
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """As `Vllm`."""
@@ -114,13 +111,15 @@ def _answer(output: Any, job: Job) -> Answer:
     """A finished `RequestOutput`.
 
     Raises:
-        RunError: it broke off.
+        RunError: it belongs to another prompt, or broke off.
     """
     (said,) = output.outputs
     if said.finish_reason not in ("stop", "length"):
         raise RunError(f"vLLM broke a completion off ({said.finish_reason})")
     tokens = list(said.token_ids)
     logps = [at[token].logprob for token, at in zip(tokens, said.logprobs, strict=True)]
+    if list(output.prompt_token_ids) != job.prompt:
+        raise RunError("vLLM answered to another prompt than it was given")
     if "prompt_logprobs" not in job.parameters:
         return Answer(tokens, logps)
     read = [at[id].logprob for id, at in zip(job.prompt[1:], output.prompt_logprobs[1:], strict=True)]

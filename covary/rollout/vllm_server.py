@@ -62,12 +62,20 @@ class VllmServer:
         """As `Vllm`. The folder is removed again: the server has read it when it answers."""
         folder = self._written(weights)
         try:
-            self._post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+            self._reload(folder)
             # Keys and values of prompts that it remembers belong to the old weights.
             if self._post("/reset_prefix_cache", {}).get("success") is not True:
                 raise RunError(f"{self.name}: did not reset its prefix cache (does somebody else use it?)")
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+    def _reload(self, folder: Path) -> None:
+        try:
+            self._post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+        except RunError as error:
+            if "500" not in str(error):
+                raise
+            raise RunError(f"{error}; does the server see {self.folder}? rollout.server.weights names another") from error
 
     def _written(self, weights: Mapping[str, Tensor]) -> Path:
         try:
