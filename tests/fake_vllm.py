@@ -28,13 +28,13 @@ DEFAULTS = {"top_k": 3, "top_p": 0.5, "repetition_penalty": 1.5, "min_p": 0.1, "
 
 class FakeVllm:
     """Attributes:
-        model: its own copy, random until weights come; the output projection is another copy of the embedding.
-        eos: the end id of its own folder, which may be another than the trainer's.
-        takes: whether it takes a tensor of that name.
-        tempered: gives log-probs at the temperature (`--logprobs-mode processed_logprobs`).
-        remembers: forgot to reset its prefix cache: goes on with what it computed for a prompt under old weights.
-        spoil: changes an answer before it is given.
-        synced: names of the tensors of every sync.
+    model: its own copy, random until weights come; the output projection is another copy of the embedding.
+    eos: the end id of its own folder, which may be another than the trainer's.
+    takes: whether it takes a tensor of that name.
+    tempered: gives log-probs at the temperature (`--logprobs-mode processed_logprobs`).
+    remembers: forgot to reset its prefix cache: goes on with what it computed for a prompt under old weights.
+    spoil: changes an answer before it is given.
+    synced: names of the tensors of every sync.
     """
 
     def __init__(self, like: PreTrainedModel, tokenizer: Any, seed: int = 99) -> None:

@@ -75,7 +75,9 @@ class VllmServer:
         except RunError as error:
             if "500" not in str(error):
                 raise
-            raise RunError(f"{error}; does the server see {self.folder}? rollout.server.weights names another") from error
+            raise RunError(
+                f"{error}; does the server see {self.folder}? rollout.server.weights names another"
+            ) from error
 
     def _written(self, weights: Mapping[str, Tensor]) -> Path:
         try:

@@ -162,7 +162,9 @@ def test_stop_strings(rollout):
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.integers(0, 10**6), st.lists(st.integers(0, 258), max_size=6), st.sampled_from([(), ("e",), ("ab", "q", "é")]))
+@given(
+    st.integers(0, 10**6), st.lists(st.integers(0, 258), max_size=6), st.sampled_from([(), ("e",), ("ab", "q", "é")])
+)
 def test_a_completion_ends_where_the_local_engine_ends_it(seed: int, more: list[int], stop: tuple[str, ...]) -> None:
     sampling = Sampling(12, 1.0, stop)
     engine = TransformersRollout(random_llama(seed=1), byte_tokenizer())  # near uniform: all bytes occur
@@ -220,7 +222,10 @@ def test_a_row_that_nothing_ended_or_without_numbers_has_no_tokens(rollout, fake
     ("change", "message"),
     [
         ({"token_ids": [65, 400]}, "sampled the token 400, and the model has 259"),
-        ({"logprobs": {"token_logprobs": [0.5, -1.0]}, "token_ids": [65, 66]}, "a log-prob of 0.5, and none is above 0"),
+        (
+            {"logprobs": {"token_logprobs": [0.5, -1.0]}, "token_ids": [65, 66]},
+            "a log-prob of 0.5, and none is above 0",
+        ),
         ({"finish_reason": "abort"}, r"broke a completion off \(abort\)"),
     ],
 )
@@ -378,7 +383,9 @@ def test_a_server_that_takes_no_weights(fake, model, tmp_path):
 def test_a_server_that_does_not_see_the_folder(fake, model, tmp_path, monkeypatch):
     with serving_vllm(fake) as (url, _):
         server = VllmServer(url, tmp_path, attempts=1)
-        monkeypatch.setattr("covary.rollout.vllm_server.save_file", lambda tensors, file: file.with_suffix(".x").touch())
+        monkeypatch.setattr(
+            "covary.rollout.vllm_server.save_file", lambda tensors, file: file.with_suffix(".x").touch()
+        )
         monkeypatch.setattr(Path, "chmod", lambda path, mode: None)
         with pytest.raises(RunError, match=rf"does the server see {tmp_path}\? rollout.server.weights names another"):
             server.load(merged_weights(model))
