@@ -164,6 +164,8 @@ def start_run(config: RunConfig, function: Callable[..., object] | None, screen:
     check_writable("out", folder)
     if config.teacher is not None and config.teacher.cache is not None:
         check_writable("teacher.cache", Path(config.teacher.cache))
+    if config.rollout.server is not None and config.rollout.server.weights is not None:
+        check_writable("rollout.server.weights", Path(config.rollout.server.weights, "weights"))
     run = build(resolve(config, function), screen)
     try:
         folder.mkdir(parents=True, exist_ok=True)

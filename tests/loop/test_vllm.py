@@ -11,7 +11,7 @@ import covary
 from covary.models.loading import load_model
 from covary.types import RunError, UserError
 from tests.fake_vllm import FakeVllm, installed, serving_vllm
-from tests.loop.mini import metrics, run, vowels
+from tests.loop.mini import metrics, on_traces, rollouts, run, vowels
 from tests.models import byte_tokenizer, save_random_model
 
 ROLLOUT: dict[str, Any] = {"prompts": 4, "completions": 4, "max_tokens": 6, "engine": "vllm", "temperature": 0.8}
@@ -62,6 +62,27 @@ def test_a_server_that_stops_following_loses_no_step(tmp_path, fake):
         covary.train(resume=tmp_path / "run", quiet=True, reward=vowels)
     assert [row["step"] for row in metrics(tmp_path / "run")] == [0, 1, 2]
     assert metrics(tmp_path / "run")[-1]["kl/sampling"] < 1e-9
+
+
+def test_traces_end_where_the_template_ends_them(tmp_path, fake):
+    """Another context, a stop string, and an answer behind it."""
+    sections = on_traces(tmp_path)
+    with serving_vllm(fake) as (url, _):
+        rollout = {"engine": "vllm", "server": {"url": url}, "prompts": 2, "completions": 4, "max_tokens": 40}
+        run(tmp_path, algorithm={"name": "covrl"}, steps=1, **sections | {"rollout": rollout})
+    row = metrics(tmp_path / "run")[-1]
+    assert row["kl/sampling"] < 1e-9
+    assert row["grad_norm"] > 0
+    rows = rollouts(tmp_path / "run", 1)
+    assert "stop_string" in {row["finish"] for row in rows}
+    assert not any("e" in row["completion"] for row in rows)
+
+
+def test_a_folder_for_weights_that_cannot_be_made_is_found_out_before_the_run(tmp_path):
+    (tmp_path / "file").touch()
+    rollout = {"engine": "vllm", "server": {"url": "http://127.0.0.1:1/v1", "weights": str(tmp_path / "file")}}
+    with pytest.raises(UserError, match=r"^rollout.server.weights: .*is not a folder that can be written to"):
+        run(tmp_path, rollout=rollout)
 
 
 def test_without_vllm_the_message_says_how_to_install_it(tmp_path):
