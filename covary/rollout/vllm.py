@@ -240,9 +240,7 @@ class VllmRollout:
                     f"nats per token (mean {ours.mean():.6f})"
                 )
         difference = float((theirs - ours).abs().mean())
-        limit = _LIMIT[self.autocast]
-        if self._noise is not None:
-            limit = min(limit, max(_LEAST, _GROWTH * self._noise))
+        limit = self._limit()
         if not difference <= limit:
             raise RunError(
                 f"{self.vllm.name}: does not compute with the policy's weights. Of the same {len(self.probe)} tokens its "
@@ -280,11 +278,15 @@ class VllmRollout:
         (read,) = self.vllm.complete([self._reading()], None)
         assert self._last is not None
         theirs, before = _tensor(read.prompt_logps), self._last[0]
-        limit = _LIMIT[self.autocast]
-        if len(theirs) != len(before) or not float((theirs - before).abs().mean()) <= limit:
+        if len(theirs) != len(before) or not float((theirs - before).abs().mean()) <= self._limit():
             raise RunError(
                 f"{self.vllm.name}: its weights changed while it sampled (was it restarted, or does another run use it?)"
             )
+
+    def _limit(self) -> float:
+        """The mean difference, in nats a token, that passes for rounding."""
+        limit = _LIMIT[self.autocast]
+        return limit if self._noise is None else min(limit, max(_LEAST, _GROWTH * self._noise))
 
     def _reading(self) -> Job:
         """Reads the probe."""

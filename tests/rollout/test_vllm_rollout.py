@@ -334,7 +334,7 @@ def test_weights_that_change_while_it_samples_end_the_run(rollout, fake):
 
     def restarted(said: dict[str, Any]) -> None:
         if len(said["token_ids"]) > 1:
-            nudge(fake.model, 1.0)
+            nudge(fake.model, 1e-2)
 
     fake.spoil = restarted
     with pytest.raises(RunError, match="its weights changed while it sampled"):
