@@ -12,6 +12,10 @@ from typing import Any
 Answer = tuple[int, Any]
 
 
+class Server(ThreadingHTTPServer):
+    request_queue_size = 128  # clients ask with many threads at once; more than wait here are reset
+
+
 @contextmanager
 def serving(answer: Callable[[dict[str, Any]], Answer]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """A server that says what `answer` says to a request (its body, `path` and `key`); its address, and what it saw."""
@@ -32,7 +36,7 @@ def serving(answer: Callable[[dict[str, Any]], Answer]) -> Iterator[tuple[str, l
         def log_message(self, format: str, *args: Any) -> None:
             """Quiet."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = Server(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
