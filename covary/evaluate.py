@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from covary.batch import RolloutEngine
 from covary.prompts import Template, prompt_group
 from covary.rewards import Graded, Reward
+from covary.rewards.ahead import ahead
 from covary.rewards.facts import compares_answers, reads_answers
 from covary.statistics import Estimate, estimate, majority, pass_at_k
 from covary.types import Example, Group, Request, Sampling
@@ -91,8 +93,9 @@ class Evaluator:
         """
         plan = [Request(self.samples)] + ([Request(1, decoding="greedy")] if self.greedy else [])
         groups = [prompt_group(example, self.template, self.tokenizer) for example in examples]
-        groups = self.rollout.generate([plan] * len(groups), groups, self.sampling, self.seed)
-        verdicts = grade(groups, self.reward)
+        with grading_ahead(self.rollout, self.reward) as reward:
+            groups = self.rollout.generate([plan] * len(groups), groups, self.sampling, self.seed)
+        verdicts = grade(groups, reward)
         votes = self._votes(groups, verdicts)
         return [
             Sample(
@@ -211,6 +214,23 @@ def by_question(samples: Sequence[Sample]) -> dict[str, list[Sample]]:
     for sample in samples:
         found[sample.id].append(sample)
     return found
+
+
+@contextmanager
+def grading_ahead(rollout: RolloutEngine, reward: Reward) -> Iterator[Reward]:
+    """Within, texts that `rollout` has finished are graded while it samples others, where both can.
+
+    Gives the reward to grade its completions with.
+    """
+    early = ahead(reward) if hasattr(rollout, "on_text") else None
+    if early is None:
+        yield reward
+        return
+    rollout.on_text = early.begin  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield early
+    finally:
+        rollout.on_text = None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def grade(groups: Sequence[Group], reward: Reward) -> list[list[Graded]]:

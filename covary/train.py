@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from covary import checkpoint as checkpoints
 from covary.batch import Algorithm, Batch, Reduce, RolloutEngine, Scores, TrainEngine, one_process
 from covary.collate import attach, attach_features, collate, rows_of, take_rows
 from covary.doctor import Doctor
-from covary.evaluate import Evaluator, errors, grade
+from covary.evaluate import Evaluator, errors, grade, grading_ahead
 from covary.log import RunLog, Screen, step_line, summary
 from covary.metrics import Clock, is_policy_logp, rollout_metrics, sampling_kl, score_watched, update_metrics
 from covary.ops import Likelihood, fill_with_least, likelihood
@@ -300,7 +301,7 @@ def collect(
     for draw in range(1 + run.max_regenerations):
         with clock("rollout"):
             prompts = draw_prompts(run, sampler, missing, count)
-            groups = generate(run, prompts, progress, draw)
+            groups, reward = generate(run, prompts, progress, draw)
         everything += groups
         _count_faults(run, groups, count)
         early = [score for score in run.algorithm.frozen if score.early]
@@ -308,7 +309,7 @@ def collect(
         with clock("score"):
             attach(groups, run.engine.score(groups, early) if early and groups else {})
         with clock("reward"):
-            errors += _reward(run, groups, count)
+            errors += _reward(run, groups, reward, count)
         run.rollout.observe(groups)
         groups = _usable(run, groups, count)
         if not groups or not _overrides(run.algorithm, "select"):
@@ -351,15 +352,17 @@ def draw_prompts(run: Run, sampler: Sampler, wanted: int, count: dict[str, float
     return prompts
 
 
-def generate(run: Run, prompts: list[Group], progress: Progress, draw: int) -> list[Group]:
-    """Completions of `prompts` as the algorithm plans them, encoded as they will be scored."""
+def generate(run: Run, prompts: list[Group], progress: Progress, draw: int) -> tuple[list[Group], Reward | None]:
+    """Completions of `prompts` as the algorithm plans them, encoded as they will be scored; and what grades them."""
     seed = derive_seed(run.seed, "rollout", progress.step, draw)
     examples = [group.example for group in prompts]
     plans = run.algorithm.plan(examples, run.completions, np.random.default_rng(seed))
-    groups = run.rollout.generate(plans, prompts, run.sampling, seed)
+    grades = run.reward is not None and not _rewards_itself(run)
+    with grading_ahead(run.rollout, run.reward) if grades else nullcontext(run.reward) as reward:
+        groups = run.rollout.generate(plans, prompts, run.sampling, seed)
     groups = append_answers(groups, run.template, run.tokenizer)
     attach_features(groups, run.algorithm)
-    return groups
+    return groups, reward
 
 
 def update(
@@ -543,8 +546,8 @@ def _warn_once(run: Run, what: str, text: str) -> None:
 # -- scores and rewards ----------------------------------------------------------------------------------
 
 
-def _reward(run: Run, groups: list[Group], count: dict[str, float]) -> list[str]:
-    """Rewards from the data, from early scores, or from the grader, in this order.
+def _reward(run: Run, groups: list[Group], reward: Reward | None, count: dict[str, float]) -> list[str]:
+    """Rewards from the data, from early scores, or from the grader (`reward`), in this order.
 
     Returns:
         Why rows have none.
@@ -552,12 +555,12 @@ def _reward(run: Run, groups: list[Group], count: dict[str, float]) -> list[str]
     if not groups or all(group.rewards is not None for group in groups):
         return []
     own = None
-    if run.likelihood is not None or _overrides(run.algorithm, "reward"):
+    if _rewards_itself(run):
         own = _own_reward(run, collate(groups, run.sampling.max_tokens))
     if own is None:
-        if run.reward is None:
+        if reward is None:
             return []
-        verdicts = grade(groups, run.reward)
+        verdicts = grade(groups, reward)
         count["rows/unparsable"] += sum(
             verdict.grade is not None and verdict.grade.verdict == "unparsable" for own in verdicts for verdict in own
         )
@@ -568,6 +571,11 @@ def _reward(run: Run, groups: list[Group], count: dict[str, float]) -> list[str]
     for group in groups:
         group.rewards = [value if math.isfinite(value) else None for value in (next(values) for _ in group.completions)]
     return []
+
+
+def _rewards_itself(run: Run) -> bool:
+    """Whether rewards are made of scores."""
+    return run.likelihood is not None or _overrides(run.algorithm, "reward")
 
 
 def _own_reward(run: Run, batch: Batch) -> Tensor | None:

@@ -41,10 +41,14 @@ class WithModel:
     Attributes:
         name: how messages call it.
         prompt_sha256: of what a judge is sent around an answer; None where nothing is.
+        elsewhere: the model is behind a server, so grading takes nothing from this process.
     """
 
-    def __init__(self, name: str, make: Callable[[], Reward], form: str | None = None) -> None:
+    def __init__(
+        self, name: str, make: Callable[[], Reward], form: str | None = None, *, elsewhere: bool = False
+    ) -> None:
         self.name = name
+        self.elsewhere = elsewhere
         self.prompt_sha256 = None if form is None else hashlib.sha256(form.encode()).hexdigest()
         self._make = make
         self._made: Reward | None = None
@@ -103,7 +107,9 @@ def build_model_reward(spec: RewardModel | JudgeReward, key: str, device: str) -
     if judge.server is not None:
         server = judge.server
         ask = ChatServer(server.url, judge.model, judge.max_tokens, server.concurrency, server.timeout, api_key)
-        return WithModel(judge.model, lambda: JudgedReward(judge.model, JudgePrompt(form), ask, replies), form)
+        return WithModel(
+            judge.model, lambda: JudgedReward(judge.model, JudgePrompt(form), ask, replies), form, elsewhere=True
+        )
     return WithModel(judge.model, lambda: _local_judge(judge, form, replies, f"{key}.model", device), form)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from covary.rewards.functions import call_batch_form, item_form
 from covary.rewards.pool import Pool, PoolTask
@@ -15,6 +16,7 @@ from covary.types import Example
 class PooledReward:
     """A grader, or a function that a file holds, in worker processes."""
 
+    elsewhere: ClassVar[bool] = True
     name: str
     task: PoolTask
     pool: Pool

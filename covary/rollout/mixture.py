@@ -7,13 +7,15 @@ models read the row as it grows, each behind its own prompt; the vocabulary is o
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from covary.rollout.transformers import Decoding, Reads, Row, TransformersRollout, model_bytes
+from covary.rollout.decoding import Decoding, Row, decoding_of
+from covary.rollout.transformers import TransformersRollout, evaluating
 from covary.types import Sampling, Source
 
 if TYPE_CHECKING:
@@ -45,17 +47,17 @@ class MixtureRollout(TransformersRollout):
         """
         super().__init__(model, tokenizer, autocast=autocast)
         self.teacher = teacher
+        with evaluating(teacher):
+            self._kind_of_teacher = decoding_of(teacher)
         self.teacher_context = teacher_context
 
-    def _row_bytes(self) -> tuple[int, int]:
-        ours, theirs = (model_bytes(model, self.autocast) for model in (self.model, self.teacher))
-        return ours[0] + theirs[0], ours[1] + theirs[1]
+    def _begin(self, sampling: Sampling) -> Decoding:
+        def read_by_teacher(row: Row) -> tuple[int, ...]:
+            return tuple(row.contexts[self.teacher_context])
 
-    def _begin(self, rows: list[Row], sampling: Sampling) -> Reads:
         return _Mixture(
-            super()._begin(rows, sampling),
-            Decoding(self.teacher, [tuple(row.contexts[self.teacher_context]) for row in rows], sampling.max_tokens),
-            torch.tensor([row.request.teacher_share for row in rows], device=self.model.device),
+            super()._begin(sampling),
+            self._kind_of_teacher(self.teacher, read_by_teacher, sampling.max_tokens, self.autocast),
             sampling.temperature,
         )
 
@@ -66,10 +68,15 @@ class MixtureRollout(TransformersRollout):
 class _Mixture:
     """Two decodings of the same rows as one; its logits are the log-probs of the mixture."""
 
-    def __init__(self, policy: Reads, teacher: Reads, share: Tensor, temperature: float) -> None:
+    def __init__(self, policy: Decoding, teacher: Decoding, temperature: float) -> None:
         self.parts = (policy, teacher)
-        self.share = share
+        self.flexible = policy.flexible and teacher.flexible
+        self.share = torch.empty(0)
         self.temperature = temperature
+
+    @property
+    def room(self) -> int | None:
+        return min((part.room for part in self.parts if part.room is not None), default=None)
 
     @property
     def logits(self) -> Tensor:
@@ -83,10 +90,19 @@ class _Mixture:
     def _logps(self, logits: Tensor) -> Tensor:
         return torch.log_softmax(logits.float() / self.temperature, -1).to(self.share.device)
 
-    def keep(self, rows: Tensor) -> None:
+    def bytes(self, rows: Sequence[Row]) -> int:
+        return sum(part.bytes(rows) for part in self.parts)
+
+    def join(self, rows: Sequence[Row]) -> None:
+        for part in self.parts:
+            part.join(rows)
+        new = torch.tensor([row.request.teacher_share for row in rows], device=self.parts[0].logits.device)
+        self.share = torch.cat([self.share.to(new), new]) if self.flexible else new
+
+    def keep(self, rows: Sequence[int]) -> None:
         for part in self.parts:
             part.keep(rows)
-        self.share = self.share[rows]
+        self.share = self.share[torch.tensor(rows, device=self.share.device, dtype=torch.long)]
 
     def step(self, tokens: Tensor) -> None:
         for part in self.parts:

@@ -1,130 +1,35 @@
 """Rollouts from a Hugging Face causal language model, in the process and with the weights of the trainer.
 
 One decode loop, so that what is sampled is exactly the policy that the loss differentiates: nothing is
-read from the checkpoint's generation defaults but the end ids. Letters in shapes: R rows (completions
-being decoded), P distinct prompts, W the longest prompt, V the vocabulary.
+read from the checkpoint's generation defaults but the end ids.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from bisect import bisect_right
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 
+from covary.rollout.decoding import Decoding, Row, decoding_of
+from covary.rollout.linear import reordered_weights
+from covary.rollout.sampling import sample_tokens
 from covary.seeding import derive_seed
-from covary.types import Completion, Finish, Group, Request, Sampling, Source, UserError
+from covary.types import Completion, Example, Group, Request, Sampling, Source, UserError
 
 if TYPE_CHECKING:  # transformers takes seconds to import, in which `covary check` has other work to do
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# Vocabulary entries per bin of the two-level inverse CDF: a running sum over V costs more than all the
-# rest of sampling, sums over bins cost next to nothing.
-_BIN = 256
-# Memory of sampling per vocabulary entry: the model's logits, a float32 copy, their exponentials.
-_SAMPLING_BYTES = 12
 # Tokens decoded beyond a stop string's own, so that its first character is not the window's first,
 # which decoders change (stripped space, incomplete UTF-8).
 _STOP_SLACK = 4
-
-
-@dataclass
-class Row:
-    """A completion in the making."""
-
-    contexts: Mapping[str, Sequence[int]]
-    request: Request
-    seed: int
-    tokens: list[int] = field(default_factory=list)
-    logps: list[float] = field(default_factory=list)
-    finish: Finish | None = None
-    text: str = ""
-
-    @property
-    def prompt(self) -> tuple[int, ...]:
-        """Ids of the prompt under its context."""
-        return tuple(self.contexts[self.request.context])
-
-    @property
-    def greedy(self) -> bool:
-        """Whether every token is the most likely one."""
-        return self.request.decoding == "greedy"
-
-
-class Reads(Protocol):
-    """What reads rows as they grow: `Decoding`, or a mixture of two."""
-
-    @property
-    def logits(self) -> torch.Tensor:
-        """(R, V) after the last token of every row."""
-        ...
-
-    def keep(self, rows: torch.Tensor) -> None:
-        """Go on with the rows of these indices alone."""
-        ...
-
-    def step(self, tokens: torch.Tensor) -> None:
-        """Read one more token per row, (R,)."""
-        ...
-
-
-class Decoding:
-    """A model that reads rows as they grow, with its own cache.
-
-    Attributes:
-        logits: (R, V) after the last token of every row.
-    """
-
-    def __init__(self, model: PreTrainedModel, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> None:
-        """Reads one prompt per row, equal ones once."""
-        from transformers import DynamicCache
-
-        self.model = model
-        device = model.device
-        self._cache = DynamicCache(config=model.config)
-        distinct = {prompt: index for index, prompt in enumerate(dict.fromkeys(prompts))}
-        self._read = width = max(map(len, distinct))  # columns
-        # Left padding: the last column is every prompt's last token. Id 0 stands for it, masked out.
-        padded = [(0,) * (width - len(prompt)) + prompt for prompt in distinct]
-        tokens = torch.tensor(padded, device=device)  # (P, W)
-        lengths = torch.tensor([len(prompt) for prompt in distinct], device=device)  # (P,)
-        mask = tokens.new_ones(len(distinct), width + max_tokens)
-        mask[:, :width] = torch.arange(width, device=device) >= width - lengths[:, None]
-        self._mask, self._lengths = mask, lengths
-        # Padding is no part of the sequence: positions count real tokens.
-        positions = (mask[:, :width].cumsum(-1) - 1).clamp(min=0)
-        self.logits = self._forward(tokens, positions)
-        # A row's prompt was computed once; from here on every row has its own copy of keys and values.
-        self.keep(torch.tensor([distinct[prompt] for prompt in prompts], device=device))
-
-    def keep(self, rows: torch.Tensor) -> None:
-        """Go on with the rows of these indices alone."""
-        rows = rows.to(self.model.device)
-        self.logits, self._mask, self._lengths = self.logits[rows], self._mask[rows], self._lengths[rows]
-        self._cache.batch_select_indices(rows)
-
-    def step(self, tokens: torch.Tensor) -> None:
-        """Read one more token per row, (R,)."""
-        tokens, positions = tokens.to(self.model.device)[:, None], self._lengths[:, None]
-        self._read += 1
-        self._lengths = self._lengths + 1
-        self.logits = self._forward(tokens, positions)
-
-    def _forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Logits (rows, V) after the last of `tokens` (rows, n); their keys and values join the cache."""
-        return self.model(
-            input_ids=tokens,
-            attention_mask=self._mask[:, : self._read],
-            position_ids=positions,
-            cache=self._cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits[:, -1]
+# Rows join when this share of the room is free: a prefill for each row that leaves would cost more than empty places.
+_FREE = 0.25
 
 
 class TransformersRollout:
@@ -137,6 +42,7 @@ class TransformersRollout:
     Attributes:
         end_ids: every id that ends a completion, of the tokenizer and of the model's two configs.
         on_progress: called with (rows finished, rows in all) whenever rows finish.
+        on_text: called with (example, text) of every row that finishes.
     """
 
     source: ClassVar[Source] = "policy"
@@ -163,6 +69,9 @@ class TransformersRollout:
         self.cache_bytes = cache_bytes
         self.weights_version = 0
         self.on_progress: Callable[[int, int], None] | None = None
+        self.on_text: Callable[[Example, str], None] | None = None
+        with evaluating(model):
+            self._kind = decoding_of(model)
         self._config = model.config.get_text_config(decoder=True)
         self.end_ids = end_ids(tokenizer, getattr(model, "generation_config", None), self._config)
 
@@ -194,17 +103,20 @@ class TransformersRollout:
             name = group.example.id
             for request in requests:
                 for _ in range(request.count):
-                    rows.append(Row(group.contexts, request, derive_seed(seed, name, index[name])))
+                    draw = np.random.Generator(np.random.PCG64(derive_seed(seed, name, index[name])))
+                    rows.append(Row(group.example, group.contexts, request, draw))
                     index[name] += 1
         # no_grad, not inference_mode: tensors that the model keeps from a pass must stay fit for training.
         # One autocast around all passes: its cache then casts the weights once.
-        with torch.no_grad(), _evaluating(self.model), self._autocast():
-            finished = 0
-            for wave in self._waves(rows, sampling.max_tokens):
-                for newly in self._decode(wave, sampling):
-                    finished += newly
-                    if self.on_progress is not None:
-                        self.on_progress(finished, len(rows))
+        with torch.no_grad(), evaluating(self.model), reordered_weights(self.model, self.autocast), self._autocast():
+            count = 0
+            for finished in self._decode(rows, sampling):
+                count += len(finished)
+                if self.on_progress is not None:
+                    self.on_progress(count, len(rows))
+                if self.on_text is not None:
+                    for row in finished:
+                        self.on_text(row.example, row.text)
         done = iter(rows)
         return [
             Group(
@@ -255,60 +167,64 @@ class TransformersRollout:
             return nullcontext()
         return torch.autocast(self.model.device.type, dtype=self.autocast)
 
-    def _waves(self, rows: list[Row], max_tokens: int) -> Iterator[list[Row]]:
-        """Splits rows into batches within `cache_bytes`, longest prompts first (little padding, memory peaks early)."""
-        token_bytes, sampling_bytes = self._row_bytes()
-        ordered = sorted(rows, key=lambda row: len(row.prompt), reverse=True)
-        start = 0
-        while start < len(ordered):
-            length = len(ordered[start].prompt) + max_tokens
-            row_bytes = token_bytes * length + sampling_bytes
-            stop = start + max(1, self.cache_bytes // row_bytes)
-            yield ordered[start:stop]
-            start = stop
-
-    def _row_bytes(self) -> tuple[int, int]:
-        """Memory of a row: per token of its prompt and completion, and beside that."""
-        return model_bytes(self.model, self.autocast)
-
-    def _begin(self, rows: list[Row], sampling: Sampling) -> Reads:
-        """A decoding of `rows` whose logits, at the row's temperature, are the distribution to sample from."""
-        return Decoding(self.model, [row.prompt for row in rows], sampling.max_tokens)
+    def _begin(self, sampling: Sampling) -> Decoding:
+        """A decoding whose logits, at a row's temperature, are the distribution to sample from."""
+        return self._kind(self.model, lambda row: row.prompt, sampling.max_tokens, self.autocast)
 
     def _temperature(self, sampling: Sampling) -> float:
         """What the logits of `_begin` are divided by."""
         return sampling.temperature
 
-    def _decode(self, rows: list[Row], sampling: Sampling) -> Iterator[int]:
-        """Completes `rows` as one batch; yields the number of rows that finished, after each step with any."""
-        device = self.model.device
-        decoding = self._begin(rows, sampling)
+    def _decode(self, rows: list[Row], sampling: Sampling) -> Iterator[list[Row]]:
+        """Completes `rows`, as many at a time as fit; yields those that finished, after each step with any.
+
+        Longest prompts come first: little padding, and memory peaks early.
+        """
+        decoding = self._begin(sampling)
+        waiting = deque(sorted(rows, key=lambda row: len(row.prompt), reverse=True))
+        present: list[Row] = []  # in the order of the decoding
+        while waiting or present:
+            if waiting and (not present or (decoding.flexible and len(present) <= (1 - _FREE) * decoding.room)):
+                joining = self._fitting(decoding, present, waiting)
+                if joining:
+                    decoding.join(joining)
+                    present += joining
+            growing = [row for row in present if row.finish is None]
+            tokens = self._sample(decoding.logits, present, sampling)
+            if finished := [row for row in growing if row.finish is not None]:
+                yield finished
+            alive = [index for index, row in enumerate(present) if row.finish is None]
+            # Where a finished row has to be copied away from, it is cheaper to read it on until half of them have.
+            if len(alive) < len(present) and (decoding.flexible or 2 * len(alive) <= len(present)):
+                order = _without_gaps(alive)
+                decoding.keep(order)
+                present = [present[index] for index in order]
+                tokens = tokens[order]
+            if present:
+                decoding.step(tokens)
+
+    def _fitting(self, decoding: Decoding, present: list[Row], waiting: deque[Row]) -> list[Row]:
+        """The next of the waiting rows that fit beside those present; at least one where there are none."""
+        free = len(waiting) if decoding.room is None else decoding.room - len(present)
+        next_rows = list(islice(waiting, free))
+        fitting = bisect_right(
+            range(1, len(next_rows) + 1),
+            self.cache_bytes,
+            key=lambda count: decoding.bytes([*present, *next_rows[:count]]),
+        )
+        return [waiting.popleft() for _ in range(fitting or (not present))]
+
+    def _sample(self, logits: torch.Tensor, rows: list[Row], sampling: Sampling) -> torch.Tensor:
+        """Adds a token to every row that has not finished; (R,) tokens, whatever they are of the others."""
+        device = logits.device
         greedy = torch.tensor([row.greedy for row in rows], device=device)
         temperature = torch.where(greedy, 1.0, self._temperature(sampling))
-        uniforms = torch.from_numpy(np.stack([_uniforms(row.seed, sampling.max_tokens) for row in rows])).to(
-            device
-        )  # (R, max_tokens)
-
-        for step in range(sampling.max_tokens):
-            chosen, logps = sample_tokens(decoding.logits.float(), temperature, greedy, uniforms[:, step])
-            newly = 0
-            for row, token, logp in zip(rows, chosen.tolist(), logps.tolist(), strict=True):
-                if row.finish is None:
-                    self._append(row, token, logp, sampling)
-                    newly += row.finish is not None
-            if newly:
-                yield newly
-            alive = [index for index, row in enumerate(rows) if row.finish is None]
-            if not alive:
-                return
-            # Finished rows cost a forward pass each, removing them costs a copy of the cache.
-            if 2 * len(alive) <= len(rows):
-                rows = [rows[index] for index in alive]
-                keep = torch.tensor(alive, device=device)
-                decoding.keep(keep)
-                chosen = chosen[keep]
-                greedy, temperature, uniforms = greedy[keep], temperature[keep], uniforms[keep]
-            decoding.step(chosen)
+        uniforms = torch.tensor([row.draw.random() for row in rows], dtype=torch.float64, device=device)
+        tokens, logps = sample_tokens(logits.float(), temperature, greedy, uniforms)
+        for row, token, logp in zip(rows, tokens.tolist(), logps.tolist(), strict=True):
+            if row.finish is None:
+                self._append(row, token, logp, sampling)
+        return tokens
 
     def _append(self, row: Row, token: int, logp: float, sampling: Sampling) -> None:
         """Adds a token to a row, and finishes the row where it is the last one."""
@@ -357,61 +273,11 @@ class TransformersRollout:
         )
 
 
-def model_bytes(model: PreTrainedModel, autocast: torch.dtype | None) -> tuple[int, int]:
-    """Memory of a row in one model: keys and values per token; logits and their copies beside that."""
-    config = model.config.get_text_config(decoder=True)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    itemsize = (autocast or model.dtype).itemsize
-    return 2 * config.num_hidden_layers * heads * head_dim * itemsize, _SAMPLING_BYTES * config.vocab_size
-
-
-def sample_tokens(
-    logits: torch.Tensor, temperature: torch.Tensor, greedy: torch.Tensor, uniforms: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token per row from softmax(logits / temperature), by the inverse CDF at one uniform number.
-
-    Args:
-        logits: (R, V), float32; -inf excludes a token for certain.
-        temperature: (R,), positive; divides greedy rows' logits too, so pass 1 there.
-        greedy: (R,), bool: rows that take the most likely token instead.
-        uniforms: (R,), float64, in [0, 1).
-
-    Returns:
-        Tokens (R,) and their log-probs (R,) in nats.
-    """
-    rows, vocabulary = logits.shape
-    num_bins = -(-vocabulary // _BIN)
-    top = logits.amax(-1, keepdim=True)
-    weights = logits.new_empty(rows, num_bins * _BIN)
-    torch.sub(logits, top, out=weights[:, :vocabulary]).div_(temperature[:, None]).exp_()
-    weights[:, vocabulary:] = 0
-    binned = weights.view(rows, num_bins, _BIN)
-    totals = binned.sum(-1)  # (R, bins)
-    bins, rest = _inverse_cdf(totals, uniforms)
-    row = torch.arange(rows, device=logits.device)
-    inner, _ = _inverse_cdf(binned[row, bins], rest)
-    tokens = bins * _BIN + inner
-    # Where rounding led to a token of probability zero, the most likely one is a choice the policy can make.
-    most_likely = greedy | ~(weights[row, tokens] > 0)
-    if most_likely.any():
-        tokens[most_likely] = logits[most_likely].argmax(-1)
-    shifted = (logits[row, tokens] - top[:, 0]) / temperature
-    return tokens, shifted - totals.sum(-1).log()
-
-
-def _inverse_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per row, the index (R,) of `weights` (R, n) into which `uniforms` (R,) falls, and how far into it, in [0, 1]."""
-    cdf = weights.cumsum(-1, dtype=torch.float64)
-    target = (uniforms * cdf[:, -1])[:, None]
-    index = torch.searchsorted(cdf, target, right=True).clamp(max=weights.shape[-1] - 1)
-    weight = weights.gather(-1, index)
-    rest = (target - (cdf.gather(-1, index) - weight)) / weight
-    return index[:, 0], rest[:, 0].clamp(0, 1)
-
-
-def _uniforms(seed: int, count: int) -> np.ndarray:
-    return np.random.Generator(np.random.PCG64(seed)).random(count)
+def _without_gaps(alive: list[int]) -> list[int]:
+    """These indices, ascending, in an order that moves few: those beyond their number go where others are missing."""
+    beyond = [index for index in alive if index >= len(alive)]
+    stays = set(alive)
+    return [index if index in stays else beyond.pop() for index in range(len(alive))]
 
 
 def end_ids(*named: Any) -> frozenset[int]:
@@ -426,7 +292,7 @@ def _as_ids(ids: int | Sequence[int] | None) -> list[int]:
 
 
 @contextmanager
-def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
     """Evaluation mode within, and every module's own mode again after."""
     training = [module for module in model.modules() if module.training]
     model.eval()

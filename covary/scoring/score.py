@@ -36,7 +36,7 @@ class States:
 
     def before(self, row: Int[Tensor, " N"], position: Int[Tensor, " N"]) -> Float[Tensor, "N D"]:
         """States that predict token `position[n]` of row `row[n]`."""
-        return self.hidden[torch.where(position == 0, self.first[row], self.second[row] + position - 1)]
+        return self.hidden.index_select(0, torch.where(position == 0, self.first[row], self.second[row] + position - 1))
 
 
 Forward = Callable[[nn.Module, Sequence[Group], str], States]

@@ -15,6 +15,8 @@ import covary
 from covary.api import from_anywhere
 from covary.checkpoint import Checkpoint, checkpoints, latest, newest_sound, save
 from covary.config import validate
+from covary.rewards.ahead import AheadReward
+from covary.rollout.transformers import TransformersRollout
 from covary.train import Sampler, Schedule, planned_steps
 from covary.types import Example, RunError, UserError
 from tests.loop.mini import STATE, Sums, comparable, metrics, rollouts, run, vowels
@@ -779,3 +781,34 @@ def test_a_python_reward_run_cannot_be_resumed_without_it(tmp_path):
     run(tmp_path, steps=1)
     with pytest.raises(UserError, match="a Python function"):
         covary.train(resume=tmp_path / "run", steps=2, quiet=True)
+
+
+def test_grading_begins_while_completions_are_sampled_and_changes_nothing(tmp_path, monkeypatch):
+    begun: list[str] = []
+    known_at_the_end: list[int] = []
+    begin, generate = AheadReward.begin, TransformersRollout.generate
+
+    def noted(self, example, completion):
+        begun.append(completion)
+        begin(self, example, completion)
+
+    def watched(self, *args):
+        assert self.on_text is not None
+        groups = generate(self, *args)
+        known_at_the_end.append(len(begun))
+        return groups
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AheadReward, "begin", noted)
+        patch.setattr(TransformersRollout, "generate", watched)
+        run(tmp_path, reward="exact")
+    rows = sorted(row["completion"] for step in (1, 2) for row in rollouts(tmp_path / "run", step))
+    # The evaluation's 8 rows; those again, when their verdicts are read, and the 16 rows of the first step.
+    assert known_at_the_end[:2] == [8, 32]
+    assert set(rows) <= set(begun)
+    run(tmp_path, reward=exactly, out=str(tmp_path / "in turn"))
+    assert rollouts(tmp_path / "run", 2) == rollouts(tmp_path / "in turn", 2)
+
+
+def exactly(completion: str, answer: str | None) -> float:
+    return float(completion.strip() == answer)

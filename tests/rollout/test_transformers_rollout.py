@@ -26,7 +26,9 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from covary.rollout.transformers import TransformersRollout, sample_tokens
+from covary.rollout.decoding import CachedDecoding, SharedDecoding
+from covary.rollout.sampling import sample_tokens
+from covary.rollout.transformers import TransformersRollout
 from covary.types import Completion, Example, Group, Request, Sampling, UserError
 
 SENTENCES = [
@@ -149,17 +151,21 @@ def same(first: Completion, second: Completion) -> bool:
 
 @pytest.mark.parametrize("build", [llama, gpt2, qwen2, gemma3])
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+@pytest.mark.parametrize("kind", [SharedDecoding, CachedDecoding])
 def test_logps_equal_a_plain_forward_at_the_rollout_temperature(
-    build: Callable[[], PreTrainedModel], temperature: float
+    build: Callable[[], PreTrainedModel], temperature: float, kind: type
 ) -> None:
     model = build()
     # More end ids than one make the lengths ragged, so that rows leave the batch on the way.
     model.generation_config.eos_token_id = [END, *range(10, VOCABULARY, 6)]
+    engine = TransformersRollout(model, TOKENIZER)
+    assert engine._kind is SharedDecoding
+    engine._kind = kind
     sizes: list[int] = []
-    hook = model.lm_head.register_forward_hook(lambda *args: sizes.append(len(args[-1])))
+    hook = model.lm_head.register_forward_hook(lambda *args: sizes.append(args[-1].numel() // VOCABULARY))
     groups = [group(number) for number in range(4)]
     done = sample(
-        TransformersRollout(model, TOKENIZER),
+        engine,
         groups,
         Sampling(max_tokens=14, temperature=temperature),
         Request(5),
@@ -168,17 +174,21 @@ def test_logps_equal_a_plain_forward_at_the_rollout_temperature(
     hook.remove()
     lengths = [len(completion.tokens) for each in done for completion in each.completions]
     assert len(set(lengths)) > 3
-    assert sizes[:2] == [4, 24]  # each prompt once, then each row
-    assert sizes[-1] <= 12
+    assert sizes[0] == 4  # each prompt once, then every row that goes on
+    going_on = [sum(length > step for length in lengths) for step in range(1, max(lengths))]
+    if kind is SharedDecoding:
+        assert sizes[1:] == going_on
+    else:
+        assert all(needed <= read <= 2 * needed for needed, read in zip(going_on, sizes[1:], strict=True))
     for each in done:
         assert_logps_are_the_models(model, each, temperature)
 
 
 def test_autocast_runs_the_forward_passes_in_its_type() -> None:
     model = llama()
+    engine = TransformersRollout(model, TOKENIZER, autocast=torch.bfloat16)
     dtypes = []
     model.lm_head.register_forward_hook(lambda module, args, output: dtypes.append(output.dtype))
-    engine = TransformersRollout(model, TOKENIZER, autocast=torch.bfloat16)
     (done,) = sample(engine, [group(1)], Sampling(max_tokens=6), Request(3))
     assert set(dtypes) == {torch.bfloat16}
     for completion in done.completions:
@@ -330,21 +340,59 @@ def test_samples_do_not_depend_on_the_company_a_row_keeps() -> None:
     assert other_seed[0].completions != together[0].completions
 
 
-def test_cache_bytes_bounds_keys_values_and_logits() -> None:
-    model = llama()
-    shapes: list[tuple[int, int]] = []
-    model.register_forward_pre_hook(
-        lambda module, args, kwargs: shapes.append(tuple(kwargs["attention_mask"].shape)),
-        with_kwargs=True,
-    )
-    cache_bytes = 40_000
-    engine = TransformersRollout(model, TOKENIZER, cache_bytes=cache_bytes)
+@pytest.mark.parametrize("kind", [SharedDecoding, CachedDecoding])
+def test_cache_bytes_bounds_keys_values_and_logits(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache_bytes = 60_000
+    engine = TransformersRollout(llama(), TOKENIZER, cache_bytes=cache_bytes)
+    engine._kind = kind
+    rows, used = [], []
+    step = kind.step
+
+    def watched(decoding: Any, tokens: torch.Tensor) -> None:
+        step(decoding, tokens)
+        if kind is SharedDecoding:
+            layers = decoding._layers.values()
+            caches = [x for layer in layers for x in (layer.prompt_key, layer.prompt_value, layer.key, layer.value)]
+        else:
+            caches = [x for layer in decoding._cache.layers for x in (layer.keys, layer.values)]
+        rows.append(len(decoding.logits))
+        # Sampling has three float32 numbers per vocabulary entry.
+        used.append(sum(x.numel() * x.element_size() for x in caches) + 12 * decoding.logits.numel())
+
+    monkeypatch.setattr(kind, "step", watched)
     sample(engine, [group(number) for number in range(4)], Sampling(max_tokens=12), Request(4))
-    assert len(shapes) > 12
-    assert max(rows for rows, _ in shapes) > 1
-    # 2 layers of 2 heads of width 8, keys and values in float32; three numbers per vocabulary entry.
-    used = [rows * (2 * 2 * 8 * 2 * 4 * length + 12 * VOCABULARY) for rows, length in shapes]
+    assert max(rows) > 4
     assert max(used) <= cache_bytes
+
+
+def test_rows_that_wait_take_the_places_of_rows_that_finished() -> None:
+    model = llama()
+    model.generation_config.eos_token_id = [END, *range(10, VOCABULARY, 12)]
+    engine = TransformersRollout(model, TOKENIZER, cache_bytes=400_000)
+    sizes: list[int] = []
+    model.lm_head.register_forward_hook(lambda *args: sizes.append(args[-1].numel() // VOCABULARY))
+    done = sample(engine, [group(number) for number in range(4)], Sampling(max_tokens=60), Request(32))
+    lengths = [len(row.tokens) for each in done for row in each.completions]
+    room = 20
+    assert max(sizes) == room
+    waves = sum(max(lengths[start : start + room]) for start in range(0, len(lengths), room))
+    assert max(lengths) > 2 * sum(lengths) / len(lengths)
+    assert len(sizes) < 0.7 * waves
+    for each in done:
+        assert_logps_are_the_models(model, each, temperature=1.0)
+
+
+def test_a_prompt_is_read_once_for_all_its_rows_wherever_they_begin() -> None:
+    model = llama()
+    engine = TransformersRollout(model, TOKENIZER, cache_bytes=60_000)
+    read: list[int] = []
+    model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: read.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    each = group(0, prompt="twelve and seven make nineteen; the answer is nineteen, so we stop here and now")
+    (done,) = sample(engine, [each], Sampling(max_tokens=6), Request(40))
+    assert len(read) > 12  # several times six: not all rows fit at once
+    assert sum(read) == len(each.contexts["prompt"]) + sum(len(row.tokens) - 1 for row in done.completions)
 
 
 def test_an_example_that_occurs_twice_gets_different_rows() -> None:

@@ -210,10 +210,10 @@ def test_a_model_that_attends_differently_is_noticed(monkeypatch):
     model = FAMILIES["gpt2"]().eval()
     whole = model.transformer.forward
 
-    def forward(*args, position_ids=None, forest=None, **kwargs):
-        if forest is not None:
+    def forward(*args, position_ids=None, layout=None, **kwargs):
+        if layout is not None:
             position_ids = torch.zeros_like(position_ids)
-        return whole(*args, position_ids=position_ids, forest=forest, **kwargs)
+        return whole(*args, position_ids=position_ids, layout=layout, **kwargs)
 
     monkeypatch.setattr(model.transformer, "forward", forward)
     why = trees.use_trees(model)

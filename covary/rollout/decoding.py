@@ -1,0 +1,468 @@
+"""What a model's next tokens are, row by row as the rows grow: forward passes and their cache, no sampling.
+
+`SharedDecoding` is for every model that attends as a layout says: a prompt is read once however many rows continue it,
+its keys and values exist once, and rows join and leave at any time. `CachedDecoding` is for the others: every row has its
+own copy of its prompt's cache, and no row joins late. Letters in shapes: R rows, P distinct prompts, W the longest, N the
+most rows of one prompt, T tokens of a completion, V vocabulary, H heads, K heads of keys and values, E their width.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from covary.attention import Forest, packed_inputs, use_packed
+from covary.types import Example, Finish, Request
+
+if TYPE_CHECKING:  # transformers takes seconds to import, in which `covary check` has other work to do
+    from transformers import PreTrainedModel
+
+# Memory of sampling per vocabulary entry: the model's logits, a float32 copy, their exponentials.
+_SAMPLING_BYTES = 12
+# Packed prompt tokens of one forward pass: bounds its activations.
+_PREFILL_TOKENS = 2**13
+
+
+@dataclass
+class Row:
+    """A completion in the making."""
+
+    example: Example
+    contexts: Mapping[str, Sequence[int]]
+    request: Request
+    draw: np.random.Generator
+    tokens: list[int] = field(default_factory=list)
+    logps: list[float] = field(default_factory=list)
+    finish: Finish | None = None
+    text: str = ""
+
+    @cached_property
+    def prompt(self) -> tuple[int, ...]:
+        """Ids of the prompt under its context."""
+        return tuple(self.contexts[self.request.context])
+
+    @property
+    def greedy(self) -> bool:
+        """Whether every token is the most likely one."""
+        return self.request.decoding == "greedy"
+
+
+class Decoding(Protocol):
+    """Reads rows as they grow."""
+
+    flexible: bool
+    """Whether rows may join when others have begun, and leave at little cost."""
+    room: int | None
+    """Rows there may be at a time; None where any number may."""
+
+    @property
+    def logits(self) -> Tensor:
+        """(R, V) after the last token of every row; not to be read between `keep` and `step`."""
+        ...
+
+    def bytes(self, rows: Sequence[Row]) -> int:
+        """Memory that these rows need together, at their longest."""
+        ...
+
+    def join(self, rows: Sequence[Row]) -> None:
+        """Read the prompts of rows, which come after those that are there."""
+        ...
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Go on with the rows of these indices alone, in this order."""
+        ...
+
+    def step(self, tokens: Tensor) -> None:
+        """Read one more token per row, (R,)."""
+        ...
+
+
+Prompt = Callable[[Row], tuple[int, ...]]
+"""Which prompt a model reads before a row."""
+
+
+def decoding_of(model: PreTrainedModel) -> type[SharedDecoding] | type[CachedDecoding]:
+    """The decoding that a model takes: with shared prompts, if that gives the logits of a plain forward pass."""
+    return SharedDecoding if use_packed(model, _difference) is None else CachedDecoding
+
+
+def model_bytes(model: PreTrainedModel, autocast: torch.dtype | None) -> tuple[int, int]:
+    """Memory of a row in one model: keys and values per token; logits and their copies beside that."""
+    config = model.config.get_text_config(decoder=True)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    itemsize = (autocast or model.dtype).itemsize
+    return 2 * config.num_hidden_layers * heads * head_dim * itemsize, _SAMPLING_BYTES * config.vocab_size
+
+
+@dataclass
+class _Layer:
+    """Keys and values of one layer."""
+
+    prompt_key: Tensor  # (P, K, W, E)
+    prompt_value: Tensor
+    key: Tensor | None = None  # (slots, K, T, E), of completions
+    value: Tensor | None = None
+
+
+class SharedDecoding:
+    """Every row's newest token, as one packed sequence; a layout of `covary/attention.py`.
+
+    A token attends to its prompt together with all other rows of that prompt (one product per prompt), to its own
+    completion, and the two parts are weighted by their sums of exponentials: the softmax over both.
+    """
+
+    flexible = True
+
+    def __init__(
+        self, model: PreTrainedModel, prompt: Prompt, max_tokens: int, autocast: torch.dtype | None = None
+    ) -> None:
+        """No rows yet.
+
+        Args:
+            model: a transformers causal language model for which `decoding_of` gives this class.
+            prompt: of a row, as this model reads it.
+            max_tokens: of a completion, at most.
+            autocast: compute type of the passes, for `bytes`; None for the model's own.
+        """
+        self.model = model
+        self.logits = torch.empty(0)
+        self.room: int | None = None
+        self._prompt = prompt
+        self._max_tokens = max_tokens
+        self._bytes = model_bytes(model, autocast)
+        self._layers: dict[nn.Module, _Layer] = {}
+        self._prompts: list[tuple[int, ...]] = []
+        self._after = torch.empty(0)  # (P, V), logits after each prompt
+        self._tree: list[int] = []  # the prompt of each row
+        self._read: list[int] = []  # tokens of its completion that each row has read
+        self._prefill: tuple[Forest, dict[nn.Module, list[tuple[Tensor, Tensor]]]] | None = None
+        self._step: _Step | None = None
+
+    def bytes(self, rows: Sequence[Row]) -> int:
+        """See `Decoding`."""
+        prompts = {self._prompt(row) for row in rows}
+        tokens = len(rows) * self._max_tokens + len(prompts) * max(map(len, prompts), default=0)
+        return self._bytes[0] * tokens + self._bytes[1] * len(rows)
+
+    def join(self, rows: Sequence[Row]) -> None:
+        """See `Decoding`. The first call makes room for as many rows as it brings: there are never more."""
+        self.room = self.room or len(rows)
+        self._keep_prompts()
+        prompts = [self._prompt(row) for row in rows]
+        known = {prompt: index for index, prompt in enumerate(self._prompts)}
+        self._read_prompts([prompt for prompt in dict.fromkeys(prompts) if prompt not in known])
+        known = {prompt: index for index, prompt in enumerate(self._prompts)}
+        new = [known[prompt] for prompt in prompts]
+        after = self._after[torch.tensor(new, device=self._after.device)]
+        self.logits = torch.cat([self.logits, after]) if self._tree else after
+        for layer in self._layers.values():
+            # What is not read yet has weight 0, and 0 times what a row before left there may be NaN.
+            if layer.value is not None:
+                layer.value[len(self._tree) : len(self._tree) + len(new)] = 0
+        self._tree += new
+        self._read += [0] * len(new)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """See `Decoding`. Costs a copy of the rows whose place changes."""
+        new = [place for place, row in enumerate(rows) if place != row]
+        if new:
+            old, read = [rows[place] for place in new], max(self._read)
+            for layer in self._layers.values():
+                for cache in (layer.key, layer.value):
+                    if cache is not None:
+                        cache[new, :, :read] = cache[old, :, :read]
+        self._tree = [self._tree[row] for row in rows]
+        self._read = [self._read[row] for row in rows]
+        if 2 * len(set(self._tree)) <= len(self._prompts):
+            self._keep_prompts()
+
+    def step(self, tokens: Tensor) -> None:
+        """See `Decoding`."""
+        device = self.model.device
+        self._step = _Step.of(self._tree, self._read, [len(prompt) for prompt in self._prompts], device)
+        self.logits = self._forward(tokens.to(device), self._step.position)
+        self._step = None
+        self._read = [read + 1 for read in self._read]
+
+    def attend(
+        self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+    ) -> Tensor:
+        """See `covary.attention.Layout.attend`."""
+        if self._prefill is not None:
+            forest, blocks = self._prefill
+            blocks[layer].append((key[forest.prompts].transpose(1, 2), value[forest.prompts].transpose(1, 2)))
+            return forest.attend(layer, query, key, value, scale, window)
+        assert self._step is not None
+        return self._step.attend(self._written(layer, key, value), query, scale, window)
+
+    def _written(self, layer: nn.Module, key: Tensor, value: Tensor) -> _Layer:
+        """The layer's cache, with the rows' newest keys and values (R, K, E)."""
+        cache, step = self._layers[layer], self._step
+        assert step is not None
+        if cache.key is None or cache.value is None:
+            assert self.room is not None
+            shape = (self.room, key.shape[1], self._max_tokens - 1, key.shape[2])
+            cache.key, cache.value = key.new_empty(shape), value.new_zeros(shape)
+        cache.key[step.row, :, step.read] = key
+        cache.value[step.row, :, step.read] = value
+        return cache
+
+    def _read_prompts(self, prompts: Sequence[tuple[int, ...]]) -> None:
+        """Their keys, values and last logits join those of the prompts that are there."""
+        device = self.model.device
+        blocks: dict[nn.Module, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        for layer, cache in self._layers.items():
+            blocks[layer].append((cache.prompt_key, cache.prompt_value))
+        after = [self._after] if self._prompts else []
+        for part in _parts(prompts, _PREFILL_TOKENS):
+            lengths = [len(prompt) for prompt in part]
+            self._prefill = (Forest.of(lengths, [], [], device), blocks)
+            ends = self._prefill[0].lengths[0].cumsum(0) - 1
+            tokens = torch.tensor([token for prompt in part for token in prompt], device=device)
+            positions = torch.tensor([i for length in lengths for i in range(length)], device=device)
+            after.append(self._forward(tokens, positions, logits_to_keep=ends))
+        self._prefill = None
+        if after:
+            self._after = torch.cat(after)
+        self._prompts += prompts
+        for layer, found in blocks.items():
+            keys, values = zip(*found, strict=True)
+            cache = self._layers.setdefault(layer, _Layer(keys[0], values[0]))
+            cache.prompt_key, cache.prompt_value = _stack(keys), _stack(values)
+
+    def _keep_prompts(self) -> None:
+        """Forget prompts that no row reads, but the newest: rows that come may continue it."""
+        used = sorted({*self._tree, len(self._prompts) - 1} - {-1})
+        if len(used) == len(self._prompts):
+            return
+        place = {old: new for new, old in enumerate(used)}
+        self._tree = [place[tree] for tree in self._tree]
+        self._prompts = [self._prompts[old] for old in used]
+        index = torch.tensor(used, device=self._after.device, dtype=torch.long)
+        self._after = self._after[index]
+        width = max(map(len, self._prompts), default=0)
+        for layer in self._layers.values():
+            layer.prompt_key, layer.prompt_value = (
+                block[:, :, :width][index] for block in (layer.prompt_key, layer.prompt_value)
+            )
+
+    def _forward(self, tokens: Tensor, positions: Tensor, **more: Tensor) -> Tensor:
+        inputs = packed_inputs(tokens, positions, self.model.device)
+        return self.model(**inputs, layout=self, **more).logits[0]
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What the newest tokens of all rows see; the layers of a model share it.
+
+    Attributes:
+        row: 0 ... R - 1.
+        read: tokens of its completion that each row has read before.
+        position: of the new token.
+        prompt_length: (P,).
+        members: the rows of each prompt; 0 stands where there are fewer.
+        place: where each row is among them, flat.
+    """
+
+    row: Tensor  # (R,)
+    read: Tensor  # (R,)
+    position: Tensor  # (R,)
+    prompt_length: Tensor  # (P,)
+    members: Tensor  # (P, N)
+    place: Tensor  # (R,)
+    longest: int
+    _blocked: dict[tuple[str, int | None], Tensor | None] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, tree: Sequence[int], read: Sequence[int], prompts: Sequence[int], device: torch.device) -> _Step:
+        """From the prompt of each row, the tokens it has read, and the lengths of the prompts."""
+        rows_of: list[list[int]] = [[] for _ in prompts]
+        for row, prompt in enumerate(tree):
+            rows_of[prompt].append(row)
+        most = max(map(len, rows_of))
+        place = [0] * len(tree)
+        for prompt, rows in enumerate(rows_of):
+            for nth, row in enumerate(rows):
+                place[row] = prompt * most + nth
+        members = [rows + [0] * (most - len(rows)) for rows in rows_of]
+        position = [prompts[prompt] + count for prompt, count in zip(tree, read, strict=True)]
+        numbers = (range(len(tree)), read, position, prompts, members, place)
+        return cls(*(torch.tensor(x, device=device) for x in numbers), longest=max(read) + 1)
+
+    def attend(self, cache: _Layer, query: Tensor, scale: float | None, window: int | None) -> Tensor:
+        """Attention (R, H, E) of the rows' new tokens."""
+        rows, heads, width = query.shape
+        assert cache.key is not None
+        assert cache.value is not None
+        kv = cache.key.shape[1]
+        query = query * (width**-0.5 if scale is None else scale)
+        query = query.view(rows, kv, -1, width)  # (R, K, H / K, E)
+        own, own_weight = _weighted(
+            query,
+            cache.key[:rows, :, : self.longest],
+            cache.value[:rows, :, : self.longest],
+            self._blocked_of("own", window),
+        )
+        prompts, most = self.members.shape
+        of_prompt = query[self.members].transpose(1, 2).reshape(prompts, kv, -1, width)  # (P, K, N H / K, E)
+        shared, shared_weight = _weighted(
+            of_prompt, cache.prompt_key, cache.prompt_value, self._blocked_of("prompt", window)
+        )
+
+        def of_row(x: Tensor) -> Tensor:
+            """(P, K, N H / K, ...) -> (R, K, H / K, ...)."""
+            return x.view(prompts, kv, most, heads // kv, -1).transpose(1, 2).flatten(0, 1)[self.place]
+
+        share = torch.sigmoid(of_row(shared_weight) - own_weight.unsqueeze(-1)).to(own.dtype)
+        return torch.lerp(own, of_row(shared), share).view(rows, heads, width)
+
+    def _blocked_of(self, part: str, window: int | None) -> Tensor | None:
+        """What is not seen: own (R, 1, 1, T), prompt (P, 1, 1 or N, W); None where all is."""
+        if (part, window) not in self._blocked:
+            blocked = self._own(window) if part == "own" else self._prompt(window)
+            self._blocked[part, window] = blocked if blocked.any() else None
+        return self._blocked[part, window]
+
+    def _own(self, window: int | None) -> Tensor:
+        away = self.read[:, None] - torch.arange(self.longest, device=self.read.device)
+        blocked = (away < 0) if window is None else (away < 0) | (away >= window)
+        return blocked[:, None, None]
+
+    def _prompt(self, window: int | None) -> Tensor:
+        token = torch.arange(int(self.prompt_length.max()), device=self.read.device)
+        blocked = (token >= self.prompt_length[:, None])[:, None]  # (P, 1, W)
+        if window is not None:
+            blocked = blocked | (self.position[self.members][..., None] - token >= window)
+        return blocked[:, None]
+
+
+def _weighted(query: Tensor, key: Tensor, value: Tensor, blocked: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Attention over some of the keys, (B, K, Q, E), and the log of its sum of exponentials, (B, K, Q)."""
+    scores = (query @ key.transpose(-1, -2)).float()
+    if blocked is not None:
+        repeats = scores.shape[2] // blocked.shape[2] if blocked.shape[2] > 1 else 1
+        # Not -inf: where nothing is seen the weight of this part has to be 0, and not NaN.
+        scores = scores.masked_fill(blocked.repeat_interleave(repeats, 2), torch.finfo(scores.dtype).min)
+    weight = scores.logsumexp(-1)
+    return (scores - weight.unsqueeze(-1)).exp().to(value.dtype) @ value, weight
+
+
+def _parts(prompts: Sequence[tuple[int, ...]], limit: int) -> Iterator[list[tuple[int, ...]]]:
+    """In order, as many at a time as have `limit` tokens together; at least one."""
+    part: list[tuple[int, ...]] = []
+    for prompt in prompts:
+        if part and sum(map(len, part)) + len(prompt) > limit:
+            yield part
+            part = []
+        part.append(prompt)
+    if part:
+        yield part
+
+
+def _stack(blocks: Sequence[Tensor]) -> Tensor:
+    """(P, K, W, E) of blocks with fewer prompts each, the shorter ones padded."""
+    width = max(block.shape[2] for block in blocks)
+    return torch.cat([pad(block, (0, 0, 0, width - block.shape[2])) for block in blocks])
+
+
+class CachedDecoding:
+    """A model with the cache of transformers, whatever its layers keep there."""
+
+    flexible = False
+
+    def __init__(
+        self, model: PreTrainedModel, prompt: Prompt, max_tokens: int, autocast: torch.dtype | None = None
+    ) -> None:
+        """No rows yet; arguments as of `SharedDecoding`, but any model."""
+        self.model = model
+        self.logits = torch.empty(0)
+        self.room: int | None = None
+        self._prompt = prompt
+        self._max_tokens = max_tokens
+        self._bytes = model_bytes(model, autocast)
+
+    def bytes(self, rows: Sequence[Row]) -> int:
+        """See `Decoding`."""
+        longest = max((len(self._prompt(row)) for row in rows), default=0)
+        return len(rows) * (self._bytes[0] * (longest + self._max_tokens) + self._bytes[1])
+
+    def join(self, rows: Sequence[Row]) -> None:
+        """See `Decoding`. Rows that were there are forgotten."""
+        from transformers import DynamicCache
+
+        device = self.model.device
+        self._cache = DynamicCache(config=self.model.config)
+        prompts = [self._prompt(row) for row in rows]
+        distinct = {prompt: index for index, prompt in enumerate(dict.fromkeys(prompts))}
+        self._columns = width = max(map(len, distinct))
+        # Left padding: the last column is every prompt's last token. Id 0 stands for it, masked out.
+        padded = [(0,) * (width - len(prompt)) + prompt for prompt in distinct]
+        tokens = torch.tensor(padded, device=device)  # (P, W)
+        lengths = torch.tensor([len(prompt) for prompt in distinct], device=device)  # (P,)
+        mask = tokens.new_ones(len(distinct), width + self._max_tokens)
+        mask[:, :width] = torch.arange(width, device=device) >= width - lengths[:, None]
+        self._mask, self._lengths = mask, lengths
+        # Padding is no part of the sequence: positions count real tokens.
+        positions = (mask[:, :width].cumsum(-1) - 1).clamp(min=0)
+        logits = self._forward(tokens, positions)
+        of_row = [distinct[prompt] for prompt in prompts]
+        self.keep(of_row)
+        self.logits = logits[torch.tensor(of_row, device=device)]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """See `Decoding`. Costs a copy of the cache."""
+        index = torch.tensor(rows, device=self.model.device, dtype=torch.long)
+        self._mask, self._lengths = self._mask[index], self._lengths[index]
+        self._cache.batch_select_indices(index)
+
+    def step(self, tokens: Tensor) -> None:
+        """See `Decoding`."""
+        tokens, positions = tokens.to(self.model.device)[:, None], self._lengths[:, None]
+        self._columns += 1
+        self._lengths = self._lengths + 1
+        self.logits = self._forward(tokens, positions)
+
+    def _forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Logits (rows, V) after the last of `tokens` (rows, n); their keys and values join the cache."""
+        return self.model(
+            input_ids=tokens,
+            attention_mask=self._mask[:, : self._columns],
+            position_ids=positions,
+            cache=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
+
+
+def _difference(model: PreTrainedModel) -> float:
+    """Root mean square difference of the logits of decoded and of plainly read rows, relative."""
+    draw = torch.Generator().manual_seed(0)
+    vocabulary = model.get_input_embeddings().weight.shape[0]  # pyright: ignore[reportCallIssue]
+
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(vocabulary, (count,), generator=draw).tolist())
+
+    prompts, steps = [ids(5), ids(3)], 3
+    rows = [Row(Example("", ""), {"prompt": prompts[tree]}, Request(1), np.random.default_rng(0)) for tree in (0, 1, 0)]
+    decoding = SharedDecoding(model, lambda row: row.prompt, steps + 1)
+    decoding.join(rows)
+    for _ in range(steps):
+        tokens = ids(len(rows))
+        for row, token in zip(rows, tokens, strict=True):
+            row.tokens.append(token)
+        decoding.step(torch.tensor(tokens))
+    expected = [
+        model(input_ids=torch.tensor([[*row.prompt, *row.tokens]], device=model.device), use_cache=False).logits[0, -1]
+        for row in rows
+    ]
+    plain = torch.stack(expected).double()
+    return float((decoding.logits.double() - plain).norm() / plain.norm())

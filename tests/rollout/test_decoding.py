@@ -1,0 +1,168 @@
+"""Decoding against plain forward passes: whatever joins, leaves and moves, a row's logits are its own."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from covary.rollout import decoding as decodings
+from covary.rollout.decoding import CachedDecoding, Row, SharedDecoding, decoding_of
+from covary.rollout.linear import reordered_weights
+from covary.types import Example, Request
+from tests.models import FAMILIES, random_model
+
+
+@cache
+def model_of(family: str) -> Any:
+    model = random_model(family)
+    assert decoding_of(model) is SharedDecoding
+    return model
+
+
+def new_row(prompt: list[int]) -> Row:
+    return Row(Example("", ""), {"prompt": prompt}, Request(1), np.random.default_rng(0))
+
+
+def plain(model: Any, row: Row) -> torch.Tensor:
+    return model(input_ids=torch.tensor([[*row.prompt, *row.tokens]]), use_cache=False).logits[0, -1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=12, deadline=None)
+def test_rows_that_join_leave_and_move_keep_their_logits(family: str, seed: int) -> None:
+    """Prompts of 1 to 40 tokens, most of them shared; the sliding window is 8."""
+    model, rng = model_of(family), random.Random(seed)
+    room, steps = 5, 8
+
+    def ids(count: int) -> list[int]:
+        return [rng.randrange(256) for _ in range(count)]
+
+    prompts = [ids(rng.choice([1, 2, 9, 40])) for _ in range(4)]
+    decoding = SharedDecoding(model, lambda row: row.prompt, max_tokens=steps + 1)
+    rows: list[Row] = []
+    with torch.no_grad():
+        for step in range(steps):
+            new = [new_row(rng.choice(prompts)) for _ in range(room - len(rows)) if step == 0 or rng.random() < 0.3]
+            if new:
+                decoding.join(new)
+                rows += new
+            torch.testing.assert_close(
+                decoding.logits, torch.stack([plain(model, row) for row in rows]), atol=2e-4, rtol=1e-4
+            )
+            kept = rng.sample(range(len(rows)), rng.randint(1, len(rows)))
+            decoding.keep(kept)
+            rows = [rows[index] for index in kept]
+            tokens = ids(len(rows))
+            for row, token in zip(rows, tokens, strict=True):
+                row.tokens.append(token)
+            decoding.step(torch.tensor(tokens))
+
+
+def test_what_is_not_finite_stays_in_its_row_even_when_its_place_is_taken() -> None:
+    model = random_model("llama")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[200] = torch.nan
+    decoding = SharedDecoding(model, lambda row: row.prompt, max_tokens=6)
+    broken, long, late = new_row([1, 2]), new_row([1, 2]), new_row([3])
+    with torch.no_grad():
+        decoding.join([broken, long])
+        for tokens in ([200, 5], [200, 6]):
+            long.tokens.append(tokens[1])
+            decoding.step(torch.tensor(tokens))
+        assert decoding.logits[0].isnan().all()
+        decoding.keep([1])  # the long row moves to the place of the broken one
+        long.tokens.append(7)
+        decoding.step(torch.tensor([7]))
+        decoding.join([late])  # and a new one comes where both have been
+        long.tokens.append(8)
+        late.tokens.append(9)
+        decoding.step(torch.tensor([8, 9]))
+        expected = torch.stack([plain(model, row) for row in (long, late)])
+        # The output projection is tied: token 200 itself has no logit anywhere.
+        torch.testing.assert_close(decoding.logits, expected, atol=2e-4, rtol=1e-4, equal_nan=True)
+        assert decoding.logits.isnan().sum(-1).tolist() == [1, 1]
+
+
+def test_prompts_that_no_row_reads_are_forgotten() -> None:
+    decoding = SharedDecoding(model_of("llama"), lambda row: row.prompt, max_tokens=4)
+    with torch.no_grad():
+        decoding.join([new_row([i, 1, 2]) for i in range(8)])
+        (layer, *_) = decoding._layers.values()
+        assert layer.prompt_key.shape[0] == 8
+        decoding.keep([0, 1])
+        assert layer.prompt_key.shape[0] == 3  # and the newest, which rows to come may continue
+
+
+def test_prompts_are_read_in_parts_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decodings, "_PREFILL_TOKENS", 10)
+    model = model_of("llama")
+    rows = [new_row(list(range(start, start + length))) for start, length in ((0, 4), (9, 6), (3, 12), (5, 1), (7, 2))]
+    sizes: list[int] = []
+    hook = model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: sizes.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    decoding = SharedDecoding(model, lambda row: row.prompt, max_tokens=2)
+    with torch.no_grad():
+        decoding.join(rows)
+        hook.remove()
+        assert sizes == [10, 12, 3]
+        torch.testing.assert_close(
+            decoding.logits, torch.stack([plain(model, row) for row in rows]), atol=2e-4, rtol=1e-4
+        )
+
+
+def test_a_model_that_decodes_differently_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its positions restart at 0 after the prompt: the plain cache is taken, and its logits stay right."""
+    model = random_model("gpt2")
+    whole = model.transformer.forward
+
+    def forward(*args: Any, position_ids: Any = None, layout: Any = None, **kwargs: Any) -> Any:
+        if layout is not None:
+            position_ids = torch.zeros_like(position_ids)
+        return whole(*args, position_ids=position_ids, layout=layout, **kwargs)
+
+    monkeypatch.setattr(model.transformer, "forward", forward)
+    assert decoding_of(model) is CachedDecoding
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_reordered_weights_give_the_same_products(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 40), nn.Linear(40, 8, bias=False)).to(dtype)
+    inputs = [torch.randn(rows, 24, dtype=dtype) for rows in (1, 7, 64)] + [torch.randn(2, 3, 24, dtype=dtype)]
+    inputs.append(torch.randn(24, 5, dtype=dtype).t())  # not contiguous
+    with torch.no_grad():
+        expected = [model(x) for x in inputs]
+        with reordered_weights(model, None):
+            assert all("forward" in layer.__dict__ for layer in model)
+            found = [model(x) for x in inputs]
+    assert not any("forward" in layer.__dict__ for layer in model)
+    tolerance = 1e-5 if dtype is torch.float32 else 2e-2
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)
+
+
+def test_reordered_weights_are_gone_after_an_error_and_a_changed_weight_is_seen_next_time() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False))
+    with pytest.raises(KeyError), reordered_weights(model, None):
+        raise KeyError
+    assert "forward" not in model[0].__dict__
+    with torch.no_grad():
+        model[0].weight.copy_(2 * torch.eye(4))
+        with reordered_weights(model, None):
+            torch.testing.assert_close(model(torch.ones(1, 4)), torch.full((1, 4), 2.0))
+
+
+def test_reordered_weights_under_autocast_are_of_its_type() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    with torch.no_grad(), reordered_weights(model, torch.bfloat16), torch.autocast("cpu", torch.bfloat16):
+        assert model(torch.ones(2, 4)).dtype == torch.bfloat16
