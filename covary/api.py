@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from covary.engines.local import LocalEngine
 from covary.engines.reader import LocalLogProbs, Reader
 from covary.engines.remote import need_log_probs, server_log_probs
 from covary.evaluate import Evaluator
+from covary.http import read_key
 from covary.jsonlines import read_jsonl
 from covary.lock import LOCK_FILE, run_lock
 from covary.log import Screen, disk
@@ -53,7 +55,7 @@ from covary.models.loading import (
     model_path,
     pick_device,
 )
-from covary.models.lora import add_lora, initial_policy, need_peft
+from covary.models.lora import add_lora, initial_policy, merged_weights, need_peft
 from covary.models.rewards import WithModel, build_model_reward
 from covary.models.teacher import LocalTeacher, check_prompts, describe, load_teacher, read_teacher
 from covary.models.teacher_rollout import teacher_rollout
@@ -75,6 +77,9 @@ from covary.rollout.mixture import MixtureRollout
 from covary.rollout.replay import ReplayRollout
 from covary.rollout.sources import SourcesRollout
 from covary.rollout.transformers import TransformersRollout, end_ids
+from covary.rollout.vllm import PROBE_TOKENS, Vllm, VllmRollout
+from covary.rollout.vllm_local import LocalVllm, need_vllm
+from covary.rollout.vllm_server import VllmServer
 from covary.scoring.reading import Reading
 from covary.seeding import derive_seed
 from covary.settings import Eval, JudgeReward, LikelihoodReward, RewardModel, Teacher, TeacherServer
@@ -159,6 +164,8 @@ def start_run(config: RunConfig, function: Callable[..., object] | None, screen:
     check_writable("out", folder)
     if config.teacher is not None and config.teacher.cache is not None:
         check_writable("teacher.cache", Path(config.teacher.cache))
+    if config.rollout.server is not None and config.rollout.server.weights is not None:
+        check_writable("rollout.server.weights", Path(config.rollout.server.weights, "weights"))
     run = build(resolve(config, function), screen)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -208,6 +215,9 @@ def from_anywhere(config: RunConfig) -> RunConfig:
     if teacher is not None and teacher.cache is not None:
         teacher = replace(teacher, cache=str(Path(teacher.cache).expanduser().absolute()))
     given = config.rollout.file and replace(config.rollout.file, path=absolute(config.rollout.file.path))
+    server = config.rollout.server
+    if server is not None and server.weights is not None:
+        server = replace(server, weights=str(Path(server.weights).expanduser().absolute()))
     task = config.task
     files = [name for name in ("path", "test_path", "template") if isinstance(getattr(task, name, None), str)]
     return replace(
@@ -217,7 +227,7 @@ def from_anywhere(config: RunConfig) -> RunConfig:
         eval=replace(config.eval, reward=reward(config.eval.reward), data_dir=absolute(config.eval.data_dir)),
         model=replace(config.model, name=absolute(config.model.name)),
         teacher=teacher,
-        rollout=replace(config.rollout, file=given),
+        rollout=replace(config.rollout, file=given, server=server),
     )
 
 
@@ -476,6 +486,8 @@ def resolve(config: RunConfig, function: Callable[..., object] | None = None) ->
     if config.model.lora is not None:
         need_peft("model.lora")
     rollout, eval_ = config.rollout, config.eval
+    if rollout.engine == "vllm" and rollout.server is None:
+        need_vllm("rollout.engine")
     task: Task = load_task(config.task)
     if not task.train:
         raise UserError(f"task: {task.name} has no training rows")
@@ -615,7 +627,7 @@ def _last_text(prompt: Any) -> str | None:
 
 def _rollout(
     resolved: Resolved,
-    sampler: TransformersRollout,
+    sampler: TransformersRollout | VllmRollout,
     reading: Reading | None,
     teacher: LocalTeacher | None,
     screen: Screen,
@@ -661,6 +673,37 @@ def _rollout(
     return SourcesRollout(engines)
 
 
+def _vllm(config: RunConfig, architecture: Any, tokenizer: Any, device: str) -> Vllm:
+    """Who samples for `rollout.engine: vllm`.
+
+    Raises:
+        UserError: the environment variable that should hold the server's key is not set.
+        RunError: vLLM does not start.
+    """
+    server = config.rollout.server
+    if server is None:
+        return LocalVllm(
+            architecture,
+            tokenizer,
+            dtype="bfloat16" if config.engine.autocast == "bfloat16" else config.model.dtype,
+            memory_share=config.rollout.memory_share,
+            eager=device == "cpu",  # compiling for the CPU takes minutes
+            trust_remote_code=config.model.trust_remote_code,
+        )
+    key = read_key(server.api_key, "rollout.server.api_key") if server.api_key is not None else None
+    folder = Path(server.weights or config.out or ".")
+    return VllmServer(server.url, folder, key, server.concurrency, server.timeout, server.attempts)
+
+
+def _probe(resolved: Resolved, tokenizer: Any) -> list[int]:
+    """The beginning of the training prompts, one behind the other."""
+    ids: list[int] = []
+    for example in resolved.task.train:
+        if len(ids) < PROBE_TOKENS and resolved.template.complaint(example) is None:
+            ids += prompt_group(example, resolved.template, tokenizer).contexts["prompt"]
+    return ids[:PROBE_TOKENS]
+
+
 def build(resolved: Resolved, screen: Screen) -> Run:
     """Load the model and put the run together. What can fail for a user's mistake fails here at the latest."""
     config, task, algorithm = resolved.config, resolved.task, resolved.config.algorithm
@@ -690,6 +733,8 @@ def build(resolved: Resolved, screen: Screen) -> Run:
         if isinstance(config.teacher, Teacher):  # before the run's own seed, as the rewards' models
             vocabulary = architecture.get_text_config().vocab_size
             teacher = load_teacher(config.teacher, reading, device=device, student_vocabulary=vocabulary)
+
+    vllm = _vllm(config, architecture, tokenizer, device) if config.rollout.engine == "vllm" else None
 
     _seed_everything(config.seed)
     model = load_model(config.model.name, device=device, trust_remote_code=config.model.trust_remote_code)
@@ -728,7 +773,19 @@ def build(resolved: Resolved, screen: Screen) -> Run:
         screen.say(
             f"note: prompts are not shared among their completions in scoring, so it is slower ({engine.not_packed})"
         )
-    sampler = TransformersRollout(model, tokenizer, autocast=autocast)
+    sampler: TransformersRollout | VllmRollout
+    if vllm is None:
+        sampler = TransformersRollout(model, tokenizer, autocast=autocast)
+    else:
+        sampler = VllmRollout(
+            vllm,
+            model,
+            tokenizer,
+            partial(merged_weights, model),
+            probe=_probe(resolved, tokenizer),
+            temperature=config.rollout.temperature,
+            autocast=autocast,
+        )
     sampler.on_progress = screen.completions
     if warning := resolved.end_warning(tokenizer, sampler.end_ids):
         screen.say(f"note: {warning}")

@@ -505,6 +505,12 @@ def _conflicts(built: Mapping[str, Any]) -> Iterator[str]:
         yield f"log.project: would be ignored, log.tracker: {log.tracker} has no projects"
     if rollout and rollout.engine == "dataset" and rollout.temperature != Rollout.temperature:
         yield "rollout.temperature: would be ignored, rollout.engine: dataset samples nothing"
+    if rollout and rollout.engine != "vllm":
+        for key in ("server", "memory_share"):
+            if getattr(rollout, key) != getattr(Rollout, key):
+                yield f"rollout.{key}: would be ignored, only rollout.engine: vllm has one"
+    elif rollout and rollout.server is not None and rollout.memory_share != Rollout.memory_share:
+        yield "rollout.memory_share: would be ignored, rollout.server has a memory of its own (--gpu-memory-utilization)"
     if algorithm is None:
         return
     name = _name_of("algorithm", algorithm)
@@ -519,6 +525,8 @@ def _conflicts(built: Mapping[str, Any]) -> Iterator[str]:
     own = "samples of its own policy" if "policy" in algorithm.sources else f"samples ({', '.join(algorithm.sources)})"
     if rollout and rollout.engine == "dataset" and not (algorithm.offline or _any_completions(algorithm)):
         yield f"rollout.engine: {name} needs {own}: set rollout.engine: transformers"
+    if rollout and rollout.engine == "vllm" and "policy" not in algorithm.sources and not algorithm.offline:
+        yield f"rollout.engine: vllm samples the policy, and {name} learns from no samples of it alone"
     if rollout and (rollout.replay or rollout.file):
         mixed = "replay" if rollout.replay else "file"
         if not _any_completions(algorithm):

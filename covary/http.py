@@ -1,4 +1,4 @@
-"""A JSON request to a server, tried again where that may help."""
+"""A JSON request to a server, tried again where that may help; several at a time."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import os
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from http.client import HTTPException
-from typing import Any
+from typing import Any, TypeVar
 
 from covary.types import RunError, UserError
 
 _AGAIN = {408, 409, 425, 429, 500, 502, 503, 504}
 _LONGEST_PAUSE = 30.0  # seconds
+_Asked, _Answer = TypeVar("_Asked"), TypeVar("_Answer")
 
 
 def post_json(
@@ -56,6 +58,33 @@ def post_json(
         if attempt < attempts:
             time.sleep(wait)
     raise RunError(f"{url} gave no answer in {attempts} attempts; the last: {trouble}")
+
+
+def ask_all(
+    ask: Callable[[_Asked], _Answer],
+    asked: Sequence[_Asked],
+    concurrency: int,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> list[_Answer]:
+    """What `ask` answers to each, in order, at most `concurrency` at a time. The first failure ends it.
+
+    Args:
+        ask: one request.
+        asked: what each request is about.
+        concurrency: requests under way at a time.
+        on_progress: called with (answers so far, answers in all).
+    """
+    with ThreadPoolExecutor(concurrency, thread_name_prefix="ask") as threads:
+        futures = [threads.submit(ask, one) for one in asked]
+        try:
+            for done, future in enumerate(as_completed(futures), 1):
+                future.result()
+                if on_progress is not None:
+                    on_progress(done, len(futures))
+        except BaseException:  # the first failure, or Ctrl-C: what has not started never does
+            threads.shutdown(wait=False, cancel_futures=True)
+            raise
+    return [future.result() for future in futures]
 
 
 def read_key(variable: str, what: str) -> str:

@@ -15,6 +15,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 Text = Annotated[str, Field(min_length=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
+Share = Annotated[float, Field(gt=0, lt=1)]
 
 
 def check_address(url: str) -> None:
@@ -83,14 +84,35 @@ class Given:
 
 
 @dataclass(frozen=True)
+class RolloutServer:
+    """A server of vLLM that samples the policy, with its own copy of the weights."""
+
+    url: Text
+    """Its base, such as http://127.0.0.1:8000/v1."""
+    weights: Text | None = None
+    """Folder that run and server both see, where new weights are put down for a moment. None: in the run folder."""
+    concurrency: PositiveInt = 64
+    """Requests under way at a time; the server batches them."""
+    timeout: PositiveFloat = 600.0
+    """Seconds without a byte from the server."""
+    attempts: PositiveInt = 5
+    """Times that one request is made, with pauses that double, before the run stops."""
+    api_key: Text | None = None
+    """The environment variable that holds the server's key. None: no key is sent."""
+
+    def __post_init__(self) -> None:
+        check_address(self.url)
+
+
+@dataclass(frozen=True)
 class Rollout:
     """Where completions come from, how many and how they are sampled.
 
     top-p, top-k and penalties are absent on purpose, see `covary.types.Sampling`.
     """
 
-    engine: Literal["transformers", "dataset"] = "transformers"
-    """Sample from the policy, or take the completions that the task's rows hold."""
+    engine: Literal["transformers", "vllm", "dataset"] = "transformers"
+    """Sample from the policy, with the trainer's own model or with vLLM; or take the completions that the task's rows hold."""
     prompts: PositiveInt = 64
     """Prompts a step."""
     completions: PositiveInt = 8
@@ -107,6 +129,10 @@ class Rollout:
     """Completions of a file in each group, for methods that learn from any sampler."""
     max_regenerations: NonNegativeInt = 4
     """Times a step may draw new prompts for groups that the algorithm's `select` dropped."""
+    server: RolloutServer | None = None
+    """Who runs vLLM. None: this process."""
+    memory_share: Share = 0.3
+    """Share of the GPU's memory (without one, of the machine's) that vLLM takes in this process, its weights included."""
 
 
 @dataclass(frozen=True)

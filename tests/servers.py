@@ -12,16 +12,21 @@ from typing import Any
 Answer = tuple[int, Any]
 
 
+class Server(ThreadingHTTPServer):
+    request_queue_size = 128  # clients ask with many threads at once; more than wait here are reset
+
+
 @contextmanager
 def serving(answer: Callable[[dict[str, Any]], Answer]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """A server whose `/v1/completions` says what `answer` says; its address, and the requests that it saw."""
+    """A server that says what `answer` says to a request (its body, `path` and `key`); its address, and what it saw."""
     seen: list[dict[str, Any]] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            seen.append(body | {"path": self.path, "key": self.headers.get("Authorization")})
-            status, said = answer(body)
+            asked = body | {"path": self.path, "key": self.headers.get("Authorization")}
+            seen.append(asked)
+            status, said = answer(asked)
             data = said if isinstance(said, bytes) else json.dumps(said).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(data)))
@@ -31,7 +36,7 @@ def serving(answer: Callable[[dict[str, Any]], Answer]) -> Iterator[tuple[str, l
         def log_message(self, format: str, *args: Any) -> None:
             """Quiet."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = Server(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:

@@ -316,7 +316,6 @@ def test_a_task_and_an_algorithm_are_required():
         ("rollout.stop=x", "rollout.stop: takes a list (each: non-empty text), got the text 'x'"),
         ("rollout.stop=['']", "rollout.stop: takes a list (each: non-empty text), got the list ['']"),
         ("rollout.max_regenerations=-1", "rollout.max_regenerations: takes an integer from 0, got -1"),
-        ("rollout.engine=vllm", "rollout.engine: takes one of transformers, dataset, got the text 'vllm'"),
         ("optimizer.lr=-1", "optimizer.lr: takes a number from 0, got -1"),
         ("optimizer.lr='1e-5'", "optimizer.lr: takes a number from 0, got the text '1e-5'"),
         ("optimizer.lr=.nan", "optimizer.lr: takes a number from 0, got the text '.nan'"),
@@ -342,6 +341,15 @@ def test_a_task_and_an_algorithm_are_required():
         ("log.samples=-1", "log.samples: takes an integer from 0, got -1"),
         ("log.tracker=mlflow", "log.tracker: takes one of none, tensorboard, wandb, trackio, got the text 'mlflow'"),
         ("log.project=mine", "log.project: would be ignored, log.tracker: none has no projects"),
+        ("rollout.engine=sglang", "rollout.engine: takes one of transformers, vllm, dataset, got the text 'sglang'"),
+        ("rollout.server.url=http://127.0.0.1:8000/v1", "rollout.server: would be ignored, only rollout.engine: vllm has one"),
+        ("rollout.memory_share=0.5", "rollout.memory_share: would be ignored, only rollout.engine: vllm has one"),
+        ("rollout.memory_share=1", "rollout.memory_share: takes a number above 0 and below 1, got 1"),
+        ("rollout={engine: vllm, server: {url: 'x:1'}}", "rollout.server.url: takes an address such as http://localhost:8000/v1, "
+         "got 'x:1'"),
+        ("rollout={engine: vllm, server: {}}", "rollout.server.url: is required; takes non-empty text"),
+        ("rollout={engine: vllm, memory_share: 0.5, server: {url: 'http://127.0.0.1:8000/v1'}}", "rollout.memory_share: would be "
+         "ignored, rollout.server has a memory of its own (--gpu-memory-utilization)"),
         ("doctor=on", "doctor: takes one of warn, stop, off, got the text 'on'"),
         ("reference=teacher", "reference: takes one of old, initial or null, got the text 'teacher'"),
         ("teacher.model=tiny", "teacher: would be ignored, gvpo reads no teacher"),
@@ -471,6 +479,12 @@ def test_settings_that_would_be_ignored_are_errors():
         "reward: would be ignored, sft trains without a reward; to grade evaluation set eval.reward"
     )
     assert config(*SFT, "eval.reward=exact").eval.reward == "exact"
+    assert message("algorithm={name: seqkd}", "teacher.model=tiny", "reward=null", "rollout.engine=vllm") == (
+        "rollout.engine: vllm samples the policy, and seqkd learns from no samples of it alone"
+    )
+    assert message(*SFT, "rollout.engine=vllm") == (
+        "rollout.engine: sft learns from given completions: set rollout.engine: dataset"
+    )
     assert message(*SFT, "rollout.temperature=0.5") == (
         "rollout.temperature: would be ignored, rollout.engine: dataset samples nothing"
     )

@@ -41,7 +41,8 @@ SECTIONS: dict[str, type] = {
     "checkpoint": settings.Checkpoint,
     "log": settings.Log,
 }
-REWARDS: dict[str, tuple[str, type]] = {
+PARTS: dict[str, tuple[str, type]] = {
+    "vLLM": ("rollout.server", settings.RolloutServer),
     "Reward models": ("reward", settings.RewardModel),
     "Likelihood of the answer": ("reward", settings.LikelihoodReward),
     "Judges": ("reward.judge", settings.Judge),
@@ -230,7 +231,7 @@ def test_every_recipe_key_is_documented_with_its_default() -> None:
     assert {key: read(cells[1]) for key, cells in table(section(page, "Top level")).items()} == top
     families = {name: ("task", cls) for name, cls in TASKS.items()}
     sections = {name: (name, cls) for name, cls in SECTIONS.items()}
-    for title, (prefix, cls) in {**sections, **families, **REWARDS}.items():
+    for title, (prefix, cls) in {**sections, **families, **PARTS}.items():
         common = section(page, "Rows of data") if issubclass(cls, Rows) else ""
         documented = {key: read(cells[1]) for key, cells in table(common + section(page, title)).items()}
         real = {f"{prefix}.{f.name}": default_of(f) for f in dataclasses.fields(cls)}

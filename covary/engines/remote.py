@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from covary.http import post_json, read_key
+from covary.http import ask_all, post_json, read_key
 from covary.settings import TeacherServer
 from covary.types import Completion, Example, Group, RunError, UserError
 
@@ -63,15 +62,7 @@ class ServerLogProbs:
                 refusals.append(str(error))
                 return None
 
-        with ThreadPoolExecutor(self.concurrency, thread_name_prefix="teacher") as threads:
-            asked = [threads.submit(ask, row) for row in rows]
-            try:
-                for future in as_completed(asked):
-                    future.result()
-            except BaseException:  # the first failure, or Ctrl-C: what has not started never does
-                threads.shutdown(wait=False, cancel_futures=True)
-                raise
-        values = [future.result() for future in asked]
+        values = ask_all(ask, rows, self.concurrency)
         if refusals and len(refusals) == len(rows):
             raise RunError(f"teacher.url: the server refuses everything; the first: {refusals[0]}")
         return values

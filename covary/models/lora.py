@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from covary.settings import Lora
 from covary.types import UserError
@@ -130,6 +130,30 @@ def _no_future_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         yield
+
+
+@torch.no_grad()
+def merged_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The weights of an ordinary model that computes what `model` does, by their names in a checkpoint.
+
+    Without an adapter they are the model's own tensors, not copies; weights that it shares come under each name.
+    """
+    weights = model.state_dict()
+    if not hasattr(model, "peft_config"):
+        return weights
+    from peft.tuners.lora import LoraLayer
+
+    adapted = {f"{name}.": layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
+    merged: dict[str, Tensor] = {}
+    for name, weight in weights.items():
+        layer = next((prefix for prefix in adapted if name.startswith(prefix)), None)
+        if layer is None:
+            merged[name] = weight
+        elif name == f"{layer}base_layer.weight":
+            merged[f"{layer}weight"] = weight + adapted[layer].get_delta_weight("default")
+        elif name.startswith(f"{layer}base_layer."):
+            merged[layer + name.removeprefix(f"{layer}base_layer.")] = weight
+    return merged
 
 
 def is_adapter(path: str) -> bool:

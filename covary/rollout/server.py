@@ -7,14 +7,13 @@ far as the server keeps its word.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from covary.http import post_json
-from covary.seeding import derive_seed
+from covary.http import ask_all, post_json
+from covary.rollout.requests import Asked, into_groups, rows_of_plans
 from covary.types import Completion, Finish, Group, Request, RunError, Sampling
 
 _SEED_BITS = 31  # servers take a C int
@@ -54,46 +53,17 @@ class ServerRollout:
             UserError: the server refuses a request.
             RunError: it does not answer, or not with a completion.
         """
-        jobs: list[tuple[int, Request, list[int], int]] = []
-        index: Counter[str] = Counter()
-        for number, (group, requests) in enumerate(zip(groups, plans, strict=True)):
-            name = group.example.id
-            for request in requests:
-                if request.source != "policy":
-                    raise ValueError(f"example {name!r}: a server samples the policy only, not {request.source!r}")
-                for _ in range(request.count):
-                    jobs.append(
-                        (number, request, group.contexts[request.context], derive_seed(seed, name, index[name]))
-                    )
-                    index[name] += 1
-        answers: dict[int, Completion] = {}
-        with ThreadPoolExecutor(self.concurrency) as pool:
-            futures = {pool.submit(self._complete, job, sampling): place for place, job in enumerate(jobs)}
-            try:
-                for future in as_completed(futures):
-                    answers[futures[future]] = future.result()
-                    if self.on_progress is not None:
-                        self.on_progress(len(answers), len(jobs))
-            except BaseException:  # the first failure, or Ctrl-C: what has not started never does
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
-        done: list[list[Completion]] = [[] for _ in groups]
-        for place, (number, *_) in enumerate(jobs):
-            done[number].append(answers[place])
-        return [
-            Group(group.example, group.contexts, completions, answer_tokens=group.answer_tokens)
-            for group, completions in zip(groups, done, strict=True)
-        ]
+        ask = partial(self._complete, sampling=sampling)
+        completions = ask_all(ask, rows_of_plans(plans, groups, seed), self.concurrency, self.on_progress)
+        return into_groups(plans, groups, completions)
 
-    def _complete(self, job: tuple[int, Request, list[int], int], sampling: Sampling) -> Completion:
-        _, request, prompt, seed = job
-        greedy = request.decoding == "greedy"
+    def _complete(self, row: Asked, sampling: Sampling) -> Completion:
         body = {
             "model": self.model,
-            "prompt": prompt,
+            "prompt": row.prompt,
             "max_tokens": sampling.max_tokens,
-            "temperature": 0.0 if greedy else sampling.temperature,
-            "seed": seed % 2**_SEED_BITS,
+            "temperature": 0.0 if row.greedy else sampling.temperature,
+            "seed": row.seed % 2**_SEED_BITS,
             "n": 1,
             # Servers take the checkpoint's generation defaults for whatever is left open.
             "top_p": 1.0,
@@ -122,7 +92,9 @@ class ServerRollout:
         tokens = self.tokenizer.encode(text, add_special_tokens=False)
         if finish == "eos" and self.tokenizer.eos_token_id is not None:
             tokens.append(self.tokenizer.eos_token_id)
-        return Completion(list(tokens), text, finish, context=request.context, learn=request.learn, greedy=greedy)
+        return Completion(
+            list(tokens), text, finish, context=row.request.context, learn=row.request.learn, greedy=row.greedy
+        )
 
     def load_weights(self, state: Mapping[str, Any] | None, version: int) -> None:
         """The server's weights are its own, so it cannot follow a training.
