@@ -75,6 +75,7 @@ class Case:
         ends: tokens that end a completion beside `NEVER`; SmolLM2 only.
         length: tokens that every completion must have; None: as they come.
         trl_rows: rows that TRL reads in one pass.
+        micro_batch_tokens: covary's; the default takes a tenth less time for SmolLM2's full case, and a fifth more memory.
     """
 
     tiny: bool = False
@@ -86,6 +87,7 @@ class Case:
     steps: int = 2
     bf16: bool = False
     trl_rows: int = 32
+    micro_batch_tokens: int = 1024
 
     def trl_choices(self) -> Iterator[dict[str, Any]]:
         """TRL's settings that `--try-trl` measures: all rows a pass, or fewer; activations kept, or computed again."""
@@ -97,7 +99,7 @@ class Case:
 CASES = {
     "smollm2_full": Case(length=48),
     "smollm2_ragged": Case(ends=[FREQUENT]),
-    "tiny": Case(tiny=True, max_tokens=16, lr=1e-4, steps=10, trl_rows=512),
+    "tiny": Case(tiny=True, max_tokens=16, lr=1e-4, steps=10, trl_rows=512, micro_batch_tokens=8192),
     "smollm2_full_bf16": Case(length=48, bf16=True),
     "smollm2_ragged_bf16": Case(ends=[FREQUENT], bf16=True),
 }
@@ -193,6 +195,7 @@ def prepare(case: Case, model: Path, folder: Path) -> dict[str, Any]:
         "max_tokens": case.max_tokens,
         "lr": case.lr,
         "bf16": case.bf16,
+        "micro_batch_tokens": case.micro_batch_tokens,
         "trl": {"rows": case.trl_rows, "gradient_checkpointing": False},
     }
 

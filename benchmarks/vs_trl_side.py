@@ -33,7 +33,7 @@ def bytes_modulo(completions: list[Any], **_: Any) -> list[float]:
 
 
 def covary_side(settings: dict[str, Any]) -> dict[str, Any]:
-    """`covary.train_step` on a run as a recipe makes it, every setting of the engine at its default."""
+    """`covary.train_step` on a run as a recipe makes it."""
     import torch
     import transformers
 
@@ -64,7 +64,11 @@ def covary_side(settings: dict[str, Any]) -> dict[str, Any]:
                 "max_tokens": settings["max_tokens"],
             },
             "optimizer": {"lr": settings["lr"]},
-            "engine": {"device": "cpu", "autocast": "bfloat16" if settings["bf16"] else "none"},
+            "engine": {
+                "device": "cpu",
+                "autocast": "bfloat16" if settings["bf16"] else "none",
+                "micro_batch_tokens": settings["micro_batch_tokens"],
+            },
             "log": {"samples": 0},
         }
         run = build(resolve(validate(recipe, where="benchmark"), bytes_modulo), Screen(silent=True))

@@ -352,8 +352,10 @@ def _weighted(query: Tensor, key: Tensor, value: Tensor, blocked: Tensor | None)
         repeats = scores.shape[2] // blocked.shape[2] if blocked.shape[2] > 1 else 1
         # Not -inf: where nothing is seen the weight of this part has to be 0, and not NaN.
         scores = scores.masked_fill(blocked.repeat_interleave(repeats, 2), torch.finfo(scores.dtype).min)
-    weight = scores.logsumexp(-1)
-    return (scores - weight.unsqueeze(-1)).exp().to(value.dtype) @ value, weight
+    top = scores.amax(-1, keepdim=True)
+    scores = scores.sub_(top).exp_()
+    total = scores.sum(-1, keepdim=True)
+    return (scores.to(value.dtype) @ value) / total.to(value.dtype), (top + total.log()).squeeze(-1)
 
 
 def _parts(prompts: Sequence[tuple[int, ...]], limit: int) -> Iterator[list[tuple[int, ...]]]:

@@ -62,6 +62,8 @@ class _Product:
         if rows > _MOST_ROWS:
             return linear(x, self.layer.weight, self.layer.bias)
         step = 8 if rows <= 64 else 32
-        padded = pad(x.to(self.dtype).reshape(rows, -1), (0, 0, 0, -rows % step))
-        product = torch.ops.mkldnn._linear_pointwise(padded, self.weight, self.bias, "none", [], "")
+        flat = x.to(self.dtype).reshape(rows, -1)
+        if rows % step:
+            flat = pad(flat, (0, 0, 0, -rows % step))
+        product = torch.ops.mkldnn._linear_pointwise(flat, self.weight, self.bias, "none", [], "")
         return product[:rows].view(*x.shape[:-1], -1)

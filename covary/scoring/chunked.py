@@ -24,8 +24,11 @@ from covary.quantities import entropy, logp, prob
 
 CHUNK_NUMBERS = 2**24
 """Logits per chunk and stream (64 MB in float32)."""
-CHUNK_ROWS = 2**12
-"""Tokens per chunk where it need not hold the whole vocabulary: products of many rows are faster."""
+BLOCK_ROWS = 2**12
+"""Tokens per block of logits where a block need not hold the whole vocabulary: products of many rows are faster."""
+BLOCK_NUMBERS = {"cpu": 2**22, "cuda": 2**24}
+"""Logits per block. On a CPU the C library keeps what is freed for the next block up to 32 MB; beyond that every block
+would be given new pages, which takes longer than to fill them."""
 
 _LOWEST = torch.finfo(torch.float32).min / 4  # stands for -inf where that would be multiplied with 0
 
@@ -230,8 +233,9 @@ class _Blocks:
         self.dtype = dtype or _compute_dtype(hidden)
         self.hidden = (hidden.float() / temperature).to(self.dtype)
         self.weight, self.bias, self.temperature = weight, bias, temperature
-        self.rows = list(_slices(len(hidden), CHUNK_ROWS))
-        self.columns = list(_slices(len(weight), CHUNK_NUMBERS // min(len(hidden), CHUNK_ROWS)))
+        self.rows = list(_slices(len(hidden), BLOCK_ROWS))
+        numbers = BLOCK_NUMBERS.get(hidden.device.type, CHUNK_NUMBERS)
+        self.columns = list(_slices(len(weight), numbers // min(len(hidden), BLOCK_ROWS)))
 
     def logits(self, rows: slice, columns: slice) -> Float[Tensor, "n v"]:
         logits = (self.hidden[rows] @ self.weight[columns].to(self.dtype).t()).float()

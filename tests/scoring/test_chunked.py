@@ -46,7 +46,8 @@ def gradients(values: Tensor, outer: Tensor, wanted: list[Tensor]) -> list[Tenso
 @pytest.fixture(params=[1, 60, 2**24], ids=lambda size: f"{size} numbers")
 def small_chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunked, "CHUNK_NUMBERS", request.param)
-    monkeypatch.setattr(chunked, "CHUNK_ROWS", 4 if request.param < 2**24 else 2**12)
+    monkeypatch.setattr(chunked, "BLOCK_NUMBERS", {"cpu": request.param})
+    monkeypatch.setattr(chunked, "BLOCK_ROWS", 4 if request.param < 2**24 else 2**12)
 
 
 ONE_STREAM = [(logp,), (entropy,), (prob,), (logp, entropy), (entropy, prob, logp)]
@@ -88,8 +89,8 @@ def test_any_sizes_and_blocks(rows: int, vocabulary: int, numbers: int, seed: in
         model.lm_head.weight.mul_(scale)
     tokens = torch.randint(vocabulary, (rows,))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunked, "CHUNK_NUMBERS", numbers)
-        patch.setattr(chunked, "CHUNK_ROWS", 3)
+        patch.setattr(chunked, "BLOCK_NUMBERS", {"cpu": numbers})
+        patch.setattr(chunked, "BLOCK_ROWS", 3)
         found = score_hidden([model], [hidden], tokens, (logp, entropy), 1.0)
         slopes = gradients(found, torch.ones(2, rows), [hidden, model.lm_head.weight])
     expected = in_float64([model], [hidden], tokens, (logp, entropy), 1.0)
@@ -134,7 +135,7 @@ def test_a_stream_that_takes_no_gradient_beside_one_that_does() -> None:
 
 def test_impossible_tokens_have_no_part_in_numbers_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first block and some tokens of the second have logit -inf; id 30 is beyond the vocabulary."""
-    monkeypatch.setattr(chunked, "CHUNK_NUMBERS", 20)
+    monkeypatch.setattr(chunked, "BLOCK_NUMBERS", {"cpu": 20})
     torch.manual_seed(0)
     model, hidden = Head(6, 20, bias=True), torch.randn(4, 6, requires_grad=True)
     with torch.no_grad():
@@ -181,7 +182,7 @@ def test_the_backward_pass_of_frozen_projections_projects_nothing(
 
 def test_no_tensor_of_tokens_by_vocabulary_exists_at_any_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """P01: no second (B, T, V) tensor, nor a first."""
-    monkeypatch.setattr(chunked, "CHUNK_NUMBERS", 2**12)
+    monkeypatch.setattr(chunked, "BLOCK_NUMBERS", {"cpu": 2**12})
     rows, vocabulary = 256, 2000
     largest = 0
 
