@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 from covary.seeding import derive_seed
-from covary.types import Completion, Group, Request
+from covary.types import Completion, Group, Request, UserError
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,22 @@ def rows_of_plans(plans: Sequence[Sequence[Request]], groups: Sequence[Group], s
                 rows.append(Asked(name, request, group.contexts[request.context], derive_seed(seed, name, index[name])))
                 index[name] += 1
     return rows
+
+
+def check_length(where: str, prompt: Sequence[int], max_tokens: int, config: Any) -> None:
+    """Refuses a prompt that a model cannot continue.
+
+    Raises:
+        UserError: it is empty, or with `max_tokens` longer than the model's context.
+    """
+    if not prompt:
+        raise UserError(f"{where}: the prompt has no tokens, it needs at least one")
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and len(prompt) + max_tokens > limit:
+        raise UserError(
+            f"{where}: a prompt of {len(prompt)} tokens and max_tokens = {max_tokens} "
+            f"exceed the model's context of {limit} tokens"
+        )
 
 
 def into_groups(

@@ -18,9 +18,10 @@ import torch
 
 from covary.rollout.decoding import Decoding, Row, decoding_of
 from covary.rollout.linear import reordered_weights
+from covary.rollout.requests import check_length, into_groups
 from covary.rollout.sampling import sample_tokens
 from covary.seeding import derive_seed
-from covary.types import Completion, Example, Group, Request, Sampling, Source, UserError
+from covary.types import Completion, Example, Group, Request, Sampling, Source
 
 if TYPE_CHECKING:  # transformers takes seconds to import, in which `covary check` has other work to do
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -117,16 +118,7 @@ class TransformersRollout:
                 if self.on_text is not None:
                     for row in finished:
                         self.on_text(row.example, row.text)
-        done = iter(rows)
-        return [
-            Group(
-                example=group.example,
-                contexts=group.contexts,
-                completions=[self._completion(row) for row in islice(done, sum(request.count for request in requests))],
-                answer_tokens=group.answer_tokens,
-            )
-            for group, requests in zip(groups, plans, strict=True)
-        ]
+        return into_groups(plans, groups, [self._completion(row) for row in rows])
 
     def observe(self, groups: list[Group]) -> None:
         """Samples are not remembered."""
@@ -141,7 +133,6 @@ class TransformersRollout:
     def _check(self, plans: list[list[Request]], groups: list[Group], sampling: Sampling) -> None:
         if sampling.max_tokens < 1:
             raise ValueError(f"max_tokens is {sampling.max_tokens}, it must be at least 1")
-        limit = getattr(self._config, "max_position_embeddings", None)
         for group, requests in zip(groups, plans, strict=True):
             for request in requests:
                 where = f"example {group.example.id!r}, context {request.context!r}"
@@ -153,14 +144,7 @@ class TransformersRollout:
                     raise ValueError(f"temperature is {sampling.temperature}, sampling needs one above 0")
                 if request.context not in group.contexts:
                     raise ValueError(f"{where} is not one of {sorted(group.contexts)}")
-                length = len(group.contexts[request.context])
-                if length == 0:
-                    raise UserError(f"{where}: the prompt has no tokens, it needs at least one")
-                if limit is not None and length + sampling.max_tokens > limit:
-                    raise UserError(
-                        f"{where}: a prompt of {length} tokens and max_tokens = {sampling.max_tokens} "
-                        f"exceed the model's context of {limit} tokens"
-                    )
+                check_length(where, group.contexts[request.context], sampling.max_tokens, self._config)
 
     def _autocast(self) -> torch.autocast | nullcontext[None]:
         if self.autocast is None:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from covary.rollout.requests import Asked, into_groups, rows_of_plans
+from covary.rollout.requests import Asked, check_length, into_groups, rows_of_plans
 from covary.rollout.transformers import end_ids
-from covary.types import Completion, Finish, Group, Request, RunError, Sampling, UserError
+from covary.types import Completion, Finish, Group, Request, RunError, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -152,7 +152,9 @@ class VllmRollout:
             RunError: vLLM gives no answer or a broken one, takes no weights, or computes with others than the trainer's.
         """
         rows = rows_of_plans(plans, groups, seed)
-        self._check_lengths(rows, sampling.max_tokens)
+        for row in rows:
+            where = f"example {row.example!r}, context {row.request.context!r}"
+            check_length(where, row.prompt, sampling.max_tokens, self._config)
         if not rows:
             return into_groups(plans, groups, [])
         if self.weights_version != self._version:
@@ -175,18 +177,6 @@ class VllmRollout:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Nothing to restore."""
-
-    def _check_lengths(self, rows: Sequence[Asked], max_tokens: int) -> None:
-        limit = getattr(self._config, "max_position_embeddings", None)
-        for row in rows:
-            where = f"example {row.example!r}, context {row.request.context!r}"
-            if not row.prompt:
-                raise UserError(f"{where}: the prompt has no tokens, it needs at least one")
-            if limit is not None and len(row.prompt) + max_tokens > limit:
-                raise UserError(
-                    f"{where}: a prompt of {len(row.prompt)} tokens and max_tokens = {max_tokens} "
-                    f"exceed the model's context of {limit} tokens"
-                )
 
     def _completion(self, row: Asked, answer: Answer, sampling: Sampling) -> Completion:
         self._refuse_foreign(answer)
