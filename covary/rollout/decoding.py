@@ -439,10 +439,17 @@ class CachedDecoding:
             input_ids=tokens,
             attention_mask=self._mask[:, : self._columns],
             position_ids=positions,
-            cache=self._cache,
             use_cache=True,
             logits_to_keep=1,
+            **{_cache_argument(): self._cache},
         ).logits[:, -1]
+
+
+def _cache_argument() -> str:
+    """transformers renamed it in 5.24, and an unknown name is passed over without a word."""
+    from transformers import __version__
+
+    return "cache" if tuple(map(int, __version__.split(".")[:2])) >= (5, 24) else "past_key_values"
 
 
 def _difference(model: PreTrainedModel) -> float:
