@@ -446,7 +446,7 @@ class CachedDecoding:
 
 
 def _cache_argument() -> str:
-    """transformers renamed it in 5.24, and an unknown name is passed over without a word."""
+    """What a model calls its cache: renamed in transformers 5.24, and an unknown name is passed over without a word."""
     from transformers import __version__
 
     return "cache" if tuple(map(int, __version__.split(".")[:2])) >= (5, 24) else "past_key_values"

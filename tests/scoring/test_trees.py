@@ -221,6 +221,25 @@ def test_a_model_that_attends_differently_is_noticed(monkeypatch):
     assert "differ" in why
 
 
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"layer_types": ["chunked_attention", "full_attention"]}, "it has layers of type chunked_attention"),
+        ({"sliding_window": 4096}, "its layers do not tell their sliding window"),
+        ({"layer_types": ["sliding_attention"] * 2}, "its layers do not tell their sliding window"),
+        ({"layer_types": ["full_attention"] * 2, "sliding_window": 4096}, None),
+    ],
+)
+def test_what_only_long_sequences_would_show_is_read_from_the_configuration(changes, why):
+    """A mask that is not read may restrict what a layer sees beyond the few tokens that are compared."""
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE))
+    before = model.config._attn_implementation
+    for name, value in changes.items():
+        setattr(model.config, name, value)
+    assert trees.use_trees(model) == why
+    assert (model.config._attn_implementation == before) is (why is not None)
+
+
 def test_generation_and_plain_forward_passes_stay_those_of_transformers():
     torch.manual_seed(0)
     model = FAMILIES["gemma3"]().eval()
