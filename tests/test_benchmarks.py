@@ -230,6 +230,7 @@ def test_covarys_side(tmp_path: Path, algorithm: str) -> None:
             "max_tokens": 5,
             "lr": 1e-4,
             "bf16": True,
+            "micro_batch_tokens": 8192,
             "seed": 0,
             "warm_up": 1,
             "steps": 2,

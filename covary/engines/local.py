@@ -81,7 +81,9 @@ class LocalEngine:
         model.eval()
         if gradient_checkpointing:
             _remove_dropout(model)
-            model.activation_checkpointing_enable({"use_reentrant": False})  # pyright: ignore[reportCallIssue]
+            # Its name before transformers 5.24 was another.
+            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+            enable({"use_reentrant": False})  # pyright: ignore[reportCallIssue]
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         decayed = [p for p in self._parameters.values() if p.ndim >= 2]
         others = [p for p in self._parameters.values() if p.ndim < 2]

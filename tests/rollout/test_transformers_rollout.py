@@ -26,6 +26,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from covary.engines.local import LocalEngine
 from covary.rollout.decoding import CachedDecoding, SharedDecoding
 from covary.rollout.sampling import sample_tokens
 from covary.rollout.transformers import TransformersRollout
@@ -631,8 +632,8 @@ def test_modes_of_the_model_are_restored_and_dropout_is_off() -> None:
 
 def test_a_model_set_up_for_training_samples_and_trains_on() -> None:
     model = llama(use_cache=False)
+    LocalEngine(model, gradient_checkpointing=True)
     model.train()
-    model.activation_checkpointing_enable()
     (done,) = sample(TransformersRollout(model, TOKENIZER), [group(1)], Sampling(max_tokens=8), Request(2))
     ids = torch.tensor([group(1).contexts["prompt"]])
     model(input_ids=ids, labels=ids).loss.backward()
