@@ -60,8 +60,6 @@ class Decoding(Protocol):
 
     flexible: bool
     """Whether rows may join when others have begun, and leave at little cost."""
-    room: int | None
-    """Rows there may be at a time; None where any number may."""
 
     @property
     def logits(self) -> Tensor:
@@ -135,11 +133,11 @@ class SharedDecoding:
         """
         self.model = model
         self.logits = torch.empty(0)
-        self.room: int | None = None
         self._prompt = prompt
         self._max_tokens = max_tokens
         self._bytes = model_bytes(model, autocast)
         self._layers: dict[nn.Module, _Layer] = {}
+        self._slots = 0  # rows that the caches of completions have room for
         self._prompts: list[tuple[int, ...]] = []
         self._after = torch.empty(0)  # (P, V), logits after each prompt
         self._tree: list[int] = []  # the prompt of each row
@@ -150,12 +148,13 @@ class SharedDecoding:
     def bytes(self, rows: Sequence[Row]) -> int:
         """See `Decoding`."""
         prompts = {self._prompt(row) for row in rows}
-        tokens = len(rows) * self._max_tokens + len(prompts) * max(map(len, prompts), default=0)
+        slots = max(self._slots, len(rows))
+        tokens = slots * self._max_tokens + len(prompts) * max(map(len, prompts), default=0)
         return self._bytes[0] * tokens + self._bytes[1] * len(rows)
 
     def join(self, rows: Sequence[Row]) -> None:
-        """See `Decoding`. The first call makes room for as many rows as it brings: there are never more."""
-        self.room = self.room or len(rows)
+        """See `Decoding`."""
+        self._make_room(len(self._tree) + len(rows))
         self._keep_prompts()
         prompts = [self._prompt(row) for row in rows]
         known = {prompt: index for index, prompt in enumerate(self._prompts)}
@@ -209,12 +208,22 @@ class SharedDecoding:
         cache, step = self._layers[layer], self._step
         assert step is not None
         if cache.key is None or cache.value is None:
-            assert self.room is not None
-            shape = (self.room, key.shape[1], self._max_tokens - 1, key.shape[2])
+            shape = (self._slots, key.shape[1], self._max_tokens - 1, key.shape[2])
             cache.key, cache.value = key.new_empty(shape), value.new_zeros(shape)
         cache.key[step.row, :, step.read] = key
         cache.value[step.row, :, step.read] = value
         return cache
+
+    def _make_room(self, rows: int) -> None:
+        more = rows - self._slots
+        if more <= 0:
+            return
+        self._slots = rows
+        for layer in self._layers.values():
+            if layer.key is not None and layer.value is not None:
+                layer.key, layer.value = (
+                    torch.cat([cache, cache.new_zeros(more, *cache.shape[1:])]) for cache in (layer.key, layer.value)
+                )
 
     def _read_prompts(self, prompts: Sequence[tuple[int, ...]]) -> None:
         """Their keys, values and last logits join those of the prompts that are there."""
@@ -387,7 +396,6 @@ class CachedDecoding:
         """No rows yet; arguments as of `SharedDecoding`, but any model."""
         self.model = model
         self.logits = torch.empty(0)
-        self.room: int | None = None
         self._prompt = prompt
         self._max_tokens = max_tokens
         self._bytes = model_bytes(model, autocast)

@@ -75,10 +75,6 @@ class _Mixture:
         self.temperature = temperature
 
     @property
-    def room(self) -> int | None:
-        return min((part.room for part in self.parts if part.room is not None), default=None)
-
-    @property
     def logits(self) -> Tensor:
         policy = self._logps(self.parts[0].logits)
         # The vocabulary is the policy's: padding that only the teacher has is cut, what it lacks it never says.

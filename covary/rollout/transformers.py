@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # transformers takes seconds to import, in which `covary chec
 # Tokens decoded beyond a stop string's own, so that its first character is not the window's first,
 # which decoders change (stripped space, incomplete UTF-8).
 _STOP_SLACK = 4
-# Rows join when this share of the room is free: a prefill for each row that leaves would cost more than empty places.
+# Rows join when this share of the last ones has left: a prefill for each row that leaves would cost more than empty places.
 _FREE = 0.25
 
 
@@ -167,12 +167,14 @@ class TransformersRollout:
         decoding = self._begin(sampling)
         waiting = deque(sorted(rows, key=lambda row: len(row.prompt), reverse=True))
         present: list[Row] = []  # in the order of the decoding
+        full = 0  # rows after the last ones joined
         while waiting or present:
-            if waiting and (not present or (decoding.flexible and len(present) <= (1 - _FREE) * decoding.room)):
+            if waiting and (not present or (decoding.flexible and len(present) <= (1 - _FREE) * full)):
                 joining = self._fitting(decoding, present, waiting)
                 if joining:
                     decoding.join(joining)
                     present += joining
+                    full = len(present)
             growing = [row for row in present if row.finish is None]
             tokens = self._sample(decoding.logits, present, sampling)
             if finished := [row for row in growing if row.finish is not None]:
@@ -189,12 +191,10 @@ class TransformersRollout:
 
     def _fitting(self, decoding: Decoding, present: list[Row], waiting: deque[Row]) -> list[Row]:
         """The next of the waiting rows that fit beside those present; at least one where there are none."""
-        free = len(waiting) if decoding.room is None else decoding.room - len(present)
-        next_rows = list(islice(waiting, free))
         fitting = bisect_right(
-            range(1, len(next_rows) + 1),
+            range(1, len(waiting) + 1),
             self.cache_bytes,
-            key=lambda count: decoding.bytes([*present, *next_rows[:count]]),
+            key=lambda count: decoding.bytes([*present, *islice(waiting, count)]),
         )
         return [waiting.popleft() for _ in range(fitting or (not present))]
 

@@ -383,6 +383,21 @@ def test_rows_that_wait_take_the_places_of_rows_that_finished() -> None:
         assert_logps_are_the_models(model, each, temperature=1.0)
 
 
+def test_more_rows_fit_when_the_long_prompts_are_done() -> None:
+    model = llama()
+    engine = TransformersRollout(model, TOKENIZER, cache_bytes=200_000)
+    sizes: list[int] = []
+    model.lm_head.register_forward_hook(lambda *args: sizes.append(args[-1].numel() // VOCABULARY))
+    groups = [
+        group(number, prompt=f"{number} " + "twelve and seven make nineteen; " * (12 if number < 4 else 1))
+        for number in range(24)
+    ]
+    done = sample(engine, groups, Sampling(max_tokens=10), Request(1))
+    assert max(sizes) > 1.5 * sizes[1]
+    for each in done:
+        assert_logps_are_the_models(model, each, temperature=1.0)
+
+
 def test_a_prompt_is_read_once_for_all_its_rows_wherever_they_begin() -> None:
     model = llama()
     engine = TransformersRollout(model, TOKENIZER, cache_bytes=60_000)
