@@ -53,6 +53,16 @@ def test_what_begins_early_is_graded_in_batches_once_and_comes_in_order() -> Non
     reward.close()
 
 
+def test_rows_of_one_id_and_text_are_told_apart() -> None:
+    slow = Slow()
+    slow.go.set()
+    reward = AheadReward(slow)
+    first, second = Example("same", "q", "1"), Example("same", "q", "2")
+    reward.begin(first, "2")
+    reward.begin(second, "2")
+    assert [graded.value for graded in reward([second, first], ["2", "2"])] == [1, 0]
+
+
 def test_an_error_of_the_grader_is_raised_where_its_verdict_is_needed() -> None:
     slow = Slow()
     slow.go.set()
