@@ -9,9 +9,8 @@ most rows of one prompt, T tokens of a completion, V vocabulary, H heads, K head
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from covary.attention import Forest, packed_inputs, use_packed
+from covary.rollout.requests import Asked
 from covary.types import Example, Finish, Request
 
 if TYPE_CHECKING:  # transformers takes seconds to import, in which `covary check` has other work to do
@@ -35,24 +35,12 @@ _PREFILL_TOKENS = 2**13
 class Row:
     """A completion in the making."""
 
-    example: Example
-    contexts: Mapping[str, Sequence[int]]
-    request: Request
+    asked: Asked
     draw: np.random.Generator
     tokens: list[int] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
     finish: Finish | None = None
     text: str = ""
-
-    @cached_property
-    def prompt(self) -> tuple[int, ...]:
-        """Ids of the prompt under its context."""
-        return tuple(self.contexts[self.request.context])
-
-    @property
-    def greedy(self) -> bool:
-        """Whether every token is the most likely one."""
-        return self.request.decoding == "greedy"
 
 
 class Decoding(Protocol):
@@ -469,8 +457,11 @@ def _difference(model: PreTrainedModel) -> float:
         return tuple(torch.randint(vocabulary, (count,), generator=draw).tolist())
 
     prompts, steps = [ids(5), ids(3)], 3
-    rows = [Row(Example("", ""), {"prompt": prompts[tree]}, Request(1), np.random.default_rng(0)) for tree in (0, 1, 0)]
-    decoding = SharedDecoding(model, lambda row: row.prompt, steps + 1)
+    rows = [
+        Row(Asked(Example("", ""), {"prompt": prompts[tree]}, Request(1), 0), np.random.default_rng(0))
+        for tree in (0, 1, 0)
+    ]
+    decoding = SharedDecoding(model, lambda row: row.asked.prompt, steps + 1)
     decoding.join(rows)
     for _ in range(steps):
         tokens = ids(len(rows))
@@ -478,7 +469,9 @@ def _difference(model: PreTrainedModel) -> float:
             row.tokens.append(token)
         decoding.step(torch.tensor(tokens))
     expected = [
-        model(input_ids=torch.tensor([[*row.prompt, *row.tokens]], device=model.device), use_cache=False).logits[0, -1]
+        model(input_ids=torch.tensor([[*row.asked.prompt, *row.tokens]], device=model.device), use_cache=False).logits[
+            0, -1
+        ]
         for row in rows
     ]
     plain = torch.stack(expected).double()

@@ -53,7 +53,7 @@ class MixtureRollout(TransformersRollout):
 
     def _begin(self, sampling: Sampling) -> Decoding:
         def read_by_teacher(row: Row) -> tuple[int, ...]:
-            return tuple(row.contexts[self.teacher_context])
+            return row.asked.contexts[self.teacher_context]
 
         return _Mixture(
             super()._begin(sampling),
@@ -92,7 +92,7 @@ class _Mixture:
     def join(self, rows: Sequence[Row]) -> None:
         for part in self.parts:
             part.join(rows)
-        new = torch.tensor([row.request.teacher_share for row in rows], device=self.parts[0].logits.device)
+        new = torch.tensor([row.asked.request.teacher_share for row in rows], device=self.parts[0].logits.device)
         self.share = torch.cat([self.share.to(new), new]) if self.flexible else new
 
     def keep(self, rows: Sequence[int]) -> None:

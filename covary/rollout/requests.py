@@ -1,15 +1,15 @@
-"""Plans as rows to sample, and sampled rows as groups: what the engines that ask another program have in common."""
+"""Plans as rows to sample, and sampled rows as groups: what all engines that sample have in common."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 from covary.seeding import derive_seed
-from covary.types import Completion, Group, Request, UserError
+from covary.types import Completion, Example, Group, Request, Source, UserError
 
 
 @dataclass(frozen=True)
@@ -17,16 +17,21 @@ class Asked:
     """One completion that a plan asks for.
 
     Attributes:
-        example: id of the example.
+        example: whose.
+        contexts: prompts by name; the rows of a group share them.
         request: what kind.
-        prompt: ids of the prompt under the request's context.
         seed: of this row alone.
     """
 
-    example: str
+    example: Example
+    contexts: Mapping[str, tuple[int, ...]]
     request: Request
-    prompt: list[int]
     seed: int
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        """Token ids under the request's context."""
+        return self.contexts[self.request.context]
 
     @property
     def greedy(self) -> bool:
@@ -34,44 +39,52 @@ class Asked:
         return self.request.decoding == "greedy"
 
 
-def rows_of_plans(plans: Sequence[Sequence[Request]], groups: Sequence[Group], seed: int) -> list[Asked]:
+def rows_of_plans(
+    plans: Sequence[Sequence[Request]], groups: Sequence[Group], seed: int, source: Source = "policy"
+) -> list[Asked]:
     """Every row of the plans, in order.
 
     A row's seed depends on (seed, example id, index of the row among the completions of that example) and on nothing
     else, so samples do not depend on the composition or the order of batches.
 
     Raises:
-        ValueError: another source than the policy, or a context that a group does not have.
+        ValueError: another source, or a context that a group does not have.
     """
     index: Counter[str] = Counter()
     rows: list[Asked] = []
     for group, requests in zip(groups, plans, strict=True):
         name = group.example.id
+        contexts = {context: tuple(ids) for context, ids in group.contexts.items()}
         for request in requests:
-            if request.source != "policy":
-                raise ValueError(f"example {name!r}: only the policy is sampled here, not {request.source!r}")
-            if request.context not in group.contexts:
-                raise ValueError(f"example {name!r}: {request.context!r} is not one of {sorted(group.contexts)}")
+            where = f"example {name!r}, context {request.context!r}"
+            if request.source != source:
+                raise ValueError(
+                    f"{where}: source {request.source!r} requested, but this engine samples the {source} only"
+                )
+            if request.context not in contexts:
+                raise ValueError(f"{where} is not one of {sorted(contexts)}")
             for _ in range(request.count):
-                rows.append(Asked(name, request, group.contexts[request.context], derive_seed(seed, name, index[name])))
+                rows.append(Asked(group.example, contexts, request, derive_seed(seed, name, index[name])))
                 index[name] += 1
     return rows
 
 
-def check_length(where: str, prompt: Sequence[int], max_tokens: int, config: Any) -> None:
-    """Refuses a prompt that a model cannot continue.
+def check_lengths(rows: Sequence[Asked], max_tokens: int, config: Any) -> None:
+    """Refuses prompts that a model of this configuration cannot continue.
 
     Raises:
-        UserError: it is empty, or with `max_tokens` longer than the model's context.
+        UserError: one is empty, or with `max_tokens` longer than the model's context.
     """
-    if not prompt:
-        raise UserError(f"{where}: the prompt has no tokens, it needs at least one")
     limit = getattr(config, "max_position_embeddings", None)
-    if limit is not None and len(prompt) + max_tokens > limit:
-        raise UserError(
-            f"{where}: a prompt of {len(prompt)} tokens and max_tokens = {max_tokens} "
-            f"exceed the model's context of {limit} tokens"
-        )
+    for row in rows:
+        where = f"example {row.example.id!r}, context {row.request.context!r}"
+        if not row.prompt:
+            raise UserError(f"{where}: the prompt has no tokens, it needs at least one")
+        if limit is not None and len(row.prompt) + max_tokens > limit:
+            raise UserError(
+                f"{where}: a prompt of {len(row.prompt)} tokens and max_tokens = {max_tokens} "
+                f"exceed the model's context of {limit} tokens"
+            )
 
 
 def into_groups(

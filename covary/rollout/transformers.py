@@ -7,7 +7,7 @@ read from the checkpoint's generation defaults but the end ids.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import islice
@@ -18,9 +18,8 @@ import torch
 
 from covary.rollout.decoding import Decoding, Row, decoding_of
 from covary.rollout.linear import reordered_weights
-from covary.rollout.requests import check_length, into_groups
+from covary.rollout.requests import check_lengths, into_groups, rows_of_plans
 from covary.rollout.sampling import sample_tokens
-from covary.seeding import derive_seed
 from covary.types import Completion, Example, Group, Request, Sampling, Source
 
 if TYPE_CHECKING:  # transformers takes seconds to import, in which `covary check` has other work to do
@@ -97,16 +96,13 @@ class TransformersRollout:
             ValueError: another source, an unknown context, a temperature that is not
                 positive where rows are sampled, `max_tokens` below 1.
         """
-        self._check(plans, groups, sampling)
-        index: Counter[str] = Counter()
-        rows: list[Row] = []
-        for group, requests in zip(groups, plans, strict=True):
-            name = group.example.id
-            for request in requests:
-                for _ in range(request.count):
-                    draw = np.random.Generator(np.random.PCG64(derive_seed(seed, name, index[name])))
-                    rows.append(Row(group.example, group.contexts, request, draw))
-                    index[name] += 1
+        asked = rows_of_plans(plans, groups, seed, self.source)
+        if sampling.max_tokens < 1:
+            raise ValueError(f"max_tokens is {sampling.max_tokens}, it must be at least 1")
+        if not sampling.temperature > 0 and not all(row.greedy for row in asked):
+            raise ValueError(f"temperature is {sampling.temperature}, sampling needs one above 0")
+        check_lengths(asked, sampling.max_tokens, self._config)
+        rows = [Row(row, np.random.Generator(np.random.PCG64(row.seed))) for row in asked]
         # no_grad, not inference_mode: tensors that the model keeps from a pass must stay fit for training.
         # One autocast around all passes: its cache then casts the weights once.
         with torch.no_grad(), evaluating(self.model), reordered_weights(self.model, self.autocast), self._autocast():
@@ -117,7 +113,7 @@ class TransformersRollout:
                     self.on_progress(count, len(rows))
                 if self.on_text is not None:
                     for row in finished:
-                        self.on_text(row.example, row.text)
+                        self.on_text(row.asked.example, row.text)
         return into_groups(plans, groups, [self._completion(row) for row in rows])
 
     def observe(self, groups: list[Group]) -> None:
@@ -130,22 +126,6 @@ class TransformersRollout:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Nothing to restore."""
 
-    def _check(self, plans: list[list[Request]], groups: list[Group], sampling: Sampling) -> None:
-        if sampling.max_tokens < 1:
-            raise ValueError(f"max_tokens is {sampling.max_tokens}, it must be at least 1")
-        for group, requests in zip(groups, plans, strict=True):
-            for request in requests:
-                where = f"example {group.example.id!r}, context {request.context!r}"
-                if request.source != self.source:
-                    raise ValueError(
-                        f"{where}: source {request.source!r} requested, but this engine samples the {self.source} only"
-                    )
-                if request.decoding == "sample" and not sampling.temperature > 0:
-                    raise ValueError(f"temperature is {sampling.temperature}, sampling needs one above 0")
-                if request.context not in group.contexts:
-                    raise ValueError(f"{where} is not one of {sorted(group.contexts)}")
-                check_length(where, group.contexts[request.context], sampling.max_tokens, self._config)
-
     def _autocast(self) -> torch.autocast | nullcontext[None]:
         if self.autocast is None:
             return nullcontext()
@@ -153,7 +133,7 @@ class TransformersRollout:
 
     def _begin(self, sampling: Sampling) -> Decoding:
         """A decoding whose logits, at a row's temperature, are the distribution to sample from."""
-        return self._kind(self.model, lambda row: row.prompt, sampling.max_tokens, self.autocast)
+        return self._kind(self.model, lambda row: row.asked.prompt, sampling.max_tokens, self.autocast)
 
     def _temperature(self, sampling: Sampling) -> float:
         """What the logits of `_begin` are divided by."""
@@ -165,7 +145,7 @@ class TransformersRollout:
         Longest prompts come first: little padding, and memory peaks early.
         """
         decoding = self._begin(sampling)
-        waiting = deque(sorted(rows, key=lambda row: len(row.prompt), reverse=True))
+        waiting = deque(sorted(rows, key=lambda row: len(row.asked.prompt), reverse=True))
         present: list[Row] = []  # in the order of the decoding
         full = 0  # rows after the last ones joined
         while waiting or present:
@@ -191,17 +171,21 @@ class TransformersRollout:
 
     def _fitting(self, decoding: Decoding, present: list[Row], waiting: deque[Row]) -> list[Row]:
         """The next of the waiting rows that fit beside those present; at least one where there are none."""
-        fitting = bisect_right(
-            range(1, len(waiting) + 1),
-            self.cache_bytes,
-            key=lambda count: decoding.bytes([*present, *islice(waiting, count)]),
-        )
+
+        def size(count: int) -> int:
+            return decoding.bytes([*present, *islice(waiting, count)])
+
+        # Doubling first: of thousands that wait, those alone are looked at that may fit.
+        most = 1
+        while most < len(waiting) and size(most) <= self.cache_bytes:
+            most *= 2
+        fitting = bisect_right(range(1, min(most, len(waiting)) + 1), self.cache_bytes, key=size)
         return [waiting.popleft() for _ in range(fitting or (not present))]
 
     def _sample(self, logits: torch.Tensor, rows: list[Row], sampling: Sampling) -> torch.Tensor:
         """Adds a token to every row that has not finished; (R,) tokens, whatever they are of the others."""
         device = logits.device
-        greedy = torch.tensor([row.greedy for row in rows], device=device)
+        greedy = torch.tensor([row.asked.greedy for row in rows], device=device)
         temperature = torch.where(greedy, 1.0, self._temperature(sampling))
         uniforms = torch.tensor([row.draw.random() for row in rows], dtype=torch.float64, device=device)
         tokens, logps = sample_tokens(logits.float(), temperature, greedy, uniforms)
@@ -249,11 +233,11 @@ class TransformersRollout:
             text=row.text,
             finish=row.finish,
             logps=row.logps,
-            source=row.request.source,
-            context=row.request.context,
-            learn=row.request.learn,
+            source=row.asked.request.source,
+            context=row.asked.request.context,
+            learn=row.asked.request.learn,
             weights_version=self.weights_version,
-            greedy=row.greedy,
+            greedy=row.asked.greedy,
         )
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from covary.rollout.requests import Asked, check_length, into_groups, rows_of_plans
+from covary.rollout.requests import Asked, check_lengths, into_groups, rows_of_plans
 from covary.rollout.transformers import end_ids
 from covary.types import Completion, Finish, Group, Request, RunError, Sampling
 
@@ -152,16 +152,14 @@ class VllmRollout:
             RunError: vLLM gives no answer or a broken one, takes no weights, or computes with others than the trainer's.
         """
         rows = rows_of_plans(plans, groups, seed)
-        for row in rows:
-            where = f"example {row.example!r}, context {row.request.context!r}"
-            check_length(where, row.prompt, sampling.max_tokens, self._config)
+        check_lengths(rows, sampling.max_tokens, self._config)
         if not rows:
             return into_groups(plans, groups, [])
         if self.weights_version != self._version:
             self.vllm.load(self.weights())
             self._compare()
             self.weights_version = self._version
-        jobs = [Job(row.prompt, parameters(row, sampling, self.end_ids)) for row in rows]
+        jobs = [Job(list(row.prompt), parameters(row, sampling, self.end_ids)) for row in rows]
         answers = self.vllm.complete(jobs, self.on_progress)
         self._still_the_same()
         return into_groups(

@@ -16,6 +16,7 @@ from torch import nn
 from covary.rollout import decoding as decodings
 from covary.rollout.decoding import CachedDecoding, Row, SharedDecoding, decoding_of
 from covary.rollout.linear import reordered_weights
+from covary.rollout.requests import Asked
 from covary.types import Example, Request
 from tests.models import FAMILIES, random_model
 
@@ -28,11 +29,11 @@ def model_of(family: str) -> Any:
 
 
 def new_row(prompt: list[int]) -> Row:
-    return Row(Example("", ""), {"prompt": prompt}, Request(1), np.random.default_rng(0))
+    return Row(Asked(Example("", ""), {"prompt": tuple(prompt)}, Request(1), 0), np.random.default_rng(0))
 
 
 def plain(model: Any, row: Row) -> torch.Tensor:
-    return model(input_ids=torch.tensor([[*row.prompt, *row.tokens]]), use_cache=False).logits[0, -1]
+    return model(input_ids=torch.tensor([[*row.asked.prompt, *row.tokens]]), use_cache=False).logits[0, -1]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -47,7 +48,7 @@ def test_rows_that_join_leave_and_move_keep_their_logits(family: str, seed: int)
         return [rng.randrange(256) for _ in range(count)]
 
     prompts = [ids(rng.choice([1, 2, 9, 40])) for _ in range(4)]
-    decoding = SharedDecoding(model, lambda row: row.prompt, max_tokens=steps + 1)
+    decoding = SharedDecoding(model, lambda row: row.asked.prompt, max_tokens=steps + 1)
     rows: list[Row] = []
     with torch.no_grad():
         for step in range(steps):
@@ -71,7 +72,7 @@ def test_what_is_not_finite_stays_in_its_row_even_when_its_place_is_taken() -> N
     model = random_model("llama")
     with torch.no_grad():
         model.get_input_embeddings().weight[200] = torch.nan
-    decoding = SharedDecoding(model, lambda row: row.prompt, max_tokens=6)
+    decoding = SharedDecoding(model, lambda row: row.asked.prompt, max_tokens=6)
     broken, long, late = new_row([1, 2]), new_row([1, 2]), new_row([3])
     with torch.no_grad():
         decoding.join([broken, long])
@@ -93,7 +94,7 @@ def test_what_is_not_finite_stays_in_its_row_even_when_its_place_is_taken() -> N
 
 
 def test_prompts_that_no_row_reads_are_forgotten() -> None:
-    decoding = SharedDecoding(model_of("llama"), lambda row: row.prompt, max_tokens=4)
+    decoding = SharedDecoding(model_of("llama"), lambda row: row.asked.prompt, max_tokens=4)
     with torch.no_grad():
         decoding.join([new_row([i, 1, 2]) for i in range(8)])
         (layer, *_) = decoding._layers.values()
@@ -110,7 +111,7 @@ def test_prompts_are_read_in_parts_of_bounded_size(monkeypatch: pytest.MonkeyPat
     hook = model.model.register_forward_pre_hook(
         lambda module, args, kwargs: sizes.append(kwargs["input_ids"].numel()), with_kwargs=True
     )
-    decoding = SharedDecoding(model, lambda row: row.prompt, max_tokens=2)
+    decoding = SharedDecoding(model, lambda row: row.asked.prompt, max_tokens=2)
     with torch.no_grad():
         decoding.join(rows)
         hook.remove()

@@ -188,7 +188,7 @@ def test_prompts_that_do_not_fit_are_refused_before_anything_is_sent(rollout, fa
         sample(rollout, sampling=Sampling(250))
     with pytest.raises(UserError, match="the prompt has no tokens"):
         rollout.generate([[Request(1)]], [Group(Example("e", ""), {"prompt": []})], SAMPLING, 0)
-    with pytest.raises(ValueError, match="only the policy is sampled here, not 'teacher'"):
+    with pytest.raises(ValueError, match="source 'teacher' requested, but this engine samples the policy only"):
         rollout.generate([[Request(1, source="teacher")]], groups(1), SAMPLING, 0)
     assert not fake.asked
     assert not fake.synced
