@@ -45,13 +45,13 @@ def main() -> None:
     result: dict[str, object] = {"threads": arguments.threads, "torch": torch.__version__}
     with torch.no_grad():
         start = time.perf_counter()
-        with reordered_weights(layers, None):
+        with reordered_weights([layers], None):
             result["reordering_s"] = round(time.perf_counter() - start, 3)
         for rows in map(int, arguments.rows.split(",")):
             pairs = []
             for _ in range(arguments.rounds + 1):
                 plain = seconds(rows)
-                with reordered_weights(layers, None):
+                with reordered_weights([layers], None):
                     pairs.append((plain, seconds(rows)))
             plain, reordered = (statistics.median(side) for side in zip(*pairs[1:], strict=True))
             ratio = statistics.median(a / b for a, b in pairs[1:])

@@ -699,7 +699,9 @@ def _probe(resolved: Resolved, tokenizer: Any) -> list[int]:
     """The beginning of the training prompts, one behind the other."""
     ids: list[int] = []
     for example in resolved.task.train:
-        if len(ids) < PROBE_TOKENS and resolved.template.complaint(example) is None:
+        if len(ids) >= PROBE_TOKENS:
+            break
+        if resolved.template.complaint(example) is None:
             ids += prompt_group(example, resolved.template, tokenizer).contexts["prompt"]
     return ids[:PROBE_TOKENS]
 
@@ -776,6 +778,10 @@ def build(resolved: Resolved, screen: Screen) -> Run:
     sampler: TransformersRollout | VllmRollout
     if vllm is None:
         sampler = TransformersRollout(model, tokenizer, autocast=autocast)
+        if sampler.not_shared:
+            screen.say(
+                f"note: completions do not share their prompt's cache, so sampling is slower ({sampler.not_shared})"
+            )
     else:
         sampler = VllmRollout(
             vllm,

@@ -57,35 +57,43 @@ def use_packed(model: nn.Module, difference: Callable[[nn.Module], float]) -> st
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    AttentionInterface.register(PACKED, packed_attention)
+    windows: set[int | None] = set()
+
+    def watched(*args: Any, **given: Any) -> tuple[Tensor, None]:
+        if given.get("layout") is not None:
+            windows.add(given.get("sliding_window"))
+        return packed_attention(*args, **given)
+
+    AttentionInterface.register(PACKED, watched)
     AttentionMaskInterface.register(PACKED, sdpa_mask)
     before = model.config._attn_implementation  # pyright: ignore[reportAttributeAccessIssue]
-    _windows.clear()
     try:
         model.set_attn_implementation(PACKED)  # pyright: ignore[reportCallIssue]
         found = difference(model)
     except Exception as error:  # whatever a model family does not know about packed sequences
         why = f"{type(error).__name__}: {error}"
     else:
-        why = _not_told(model.config.get_text_config(decoder=True))  # pyright: ignore[reportCallIssue]
+        why = _not_told(model.config.get_text_config(decoder=True), windows)  # pyright: ignore[reportCallIssue]
         if why is None and not found < _TOLERANCE[model.get_input_embeddings().weight.dtype]:
-            why = f"hidden states differ by {found:.1e} of their size"
+            why = f"its numbers differ by {found:.1e} of their size"
+    AttentionInterface.register(PACKED, packed_attention)
     if why is not None:
         model.set_attn_implementation(before)  # pyright: ignore[reportCallIssue]
     return why
 
 
-_windows: set[int | None] = set()
-"""What the layers of the model in question say of their window."""
+def _not_told(config: Any, windows: set[int | None]) -> str | None:
+    """How layers restrict attention without telling it, which sequences as short as those compared do not show.
 
-
-def _not_told(config: Any) -> str | None:
-    """How layers restrict attention without telling it, which sequences as short as those compared do not show."""
+    Args:
+        config: of the model.
+        windows: that its layers told.
+    """
     kinds = set(getattr(config, "layer_types", None) or ())
     if others := kinds - {"full_attention", "sliding_attention"}:
         return f"it has layers of type {min(others)}"
     slides = "sliding_attention" in kinds or (not kinds and getattr(config, "sliding_window", None) is not None)
-    return "its layers do not tell their sliding window" if slides and _windows <= {None} else None
+    return "its layers do not tell their sliding window" if slides and windows <= {None} else None
 
 
 def packed_attention(
@@ -107,7 +115,6 @@ def packed_attention(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, sliding_window=sliding_window, **others
         )
-    _windows.add(sliding_window)
     if others.get("softcap") is not None:
         raise NotImplementedError("attention with a soft cap")
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # (N, H, E)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 
@@ -13,28 +14,27 @@ from covary.types import Example
 class AheadReward:
     """One rollout's rewards, of a reward that is computed outside this process; batch after batch, in a thread.
 
-    A verdict depends on the row and the text alone, so it is the same whenever it was asked for. Rows are told apart as
-    objects: ids are the user's, and may occur twice.
+    Every row is graded once, as without it, but not all in one call. Rows are told apart as objects: ids are the user's,
+    and may occur twice. What is computed elsewhere reads texts, not token ids.
     """
 
     def __init__(self, reward: Reward) -> None:
         """Nothing is asked for yet."""
         self.name = reward.name
         self._reward = reward
-        self._verdicts: dict[tuple[int, str], Future[Graded]] = {}
+        self._begun: dict[tuple[int, str], deque[Future[Graded]]] = defaultdict(deque)
         self._examples: list[Example] = []  # kept, so that no other takes the place of one in memory
-        self._waiting: list[tuple[Example, str]] = []
+        self._waiting: list[tuple[Example, str, Future[Graded]]] = []
         self._lock = threading.Lock()
         self._working = False
 
     def begin(self, example: Example, completion: str) -> None:
-        """Grade `completion` as an answer to `example`, unless that was asked for before; returns at once."""
+        """Grade `completion` as an answer to `example`; returns at once. Every call is one row."""
         with self._lock:
-            if (id(example), completion) in self._verdicts:
-                return
-            self._verdicts[id(example), completion] = Future()
+            future: Future[Graded] = Future()
+            self._begun[id(example), completion].append(future)
             self._examples.append(example)
-            self._waiting.append((example, completion))
+            self._waiting.append((example, completion, future))
             if not self._working:
                 self._working = True
                 threading.Thread(target=self._work, daemon=True).start()
@@ -43,9 +43,13 @@ class AheadReward:
         self, examples: Sequence[Example], completions: Sequence[str], token_ids: TokenIds | None = None
     ) -> list[Graded]:
         """Grade `completions[i]` as an answer to `examples[i]`, as far as that has not begun."""
+        futures = []
         for example, completion in zip(examples, completions, strict=True):
-            self.begin(example, completion)
-        return [self._verdicts[id(e), text].result() for e, text in zip(examples, completions, strict=True)]
+            begun = self._begun[id(example), completion]
+            if not begun:
+                self.begin(example, completion)
+            futures.append(begun.popleft())
+        return [future.result() for future in futures]
 
     def close(self) -> None:
         """Nothing: the reward belongs to whoever made it."""
@@ -57,14 +61,13 @@ class AheadReward:
                 if not batch:
                     self._working = False
                     return
-                futures = [self._verdicts[id(example), text] for example, text in batch]
             try:
-                verdicts = self._reward([example for example, _ in batch], [text for _, text in batch])
+                verdicts = self._reward([example for example, _, _ in batch], [text for _, text, _ in batch])
             except BaseException as error:  # raised where the verdicts are needed
-                for future in futures:
+                for _, _, future in batch:
                     future.set_exception(error)
             else:
-                for future, verdict in zip(futures, verdicts, strict=True):
+                for (_, _, future), verdict in zip(batch, verdicts, strict=True):
                     future.set_result(verdict)
 
 

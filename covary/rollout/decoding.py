@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -75,9 +76,23 @@ Prompt = Callable[[Row], tuple[int, ...]]
 """Which prompt a model reads before a row."""
 
 
-def decoding_of(model: PreTrainedModel) -> type[SharedDecoding] | type[CachedDecoding]:
-    """The decoding that a model takes: with shared prompts, if that gives the logits of a plain forward pass."""
-    return SharedDecoding if use_packed(model, _difference) is None else CachedDecoding
+def decoding_of(model: PreTrainedModel) -> tuple[type[SharedDecoding] | type[CachedDecoding], str | None]:
+    """The decoding that a model takes: with shared prompts, if that gives the logits of a plain forward pass; or why not."""
+    with evaluating(model):
+        why = use_packed(model, _difference)
+    return (SharedDecoding if why is None else CachedDecoding), why
+
+
+@contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Evaluation mode within, and every module's own mode again after."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def model_bytes(model: PreTrainedModel, autocast: torch.dtype | None) -> tuple[int, int]:
@@ -268,6 +283,7 @@ class _Step:
         prompt_length: (P,).
         members: the rows of each prompt; 0 stands where there are fewer.
         place: where each row is among them, flat.
+        longest: tokens that the row with most of them has read, the new one included.
     """
 
     row: Tensor  # (R,)
@@ -325,16 +341,16 @@ class _Step:
     def _blocked_of(self, part: str, window: int | None) -> Tensor | None:
         """What is not seen: own (R, 1, 1, T), prompt (P, 1, 1 or N, W); None where all is."""
         if (part, window) not in self._blocked:
-            blocked = self._own(window) if part == "own" else self._prompt(window)
+            blocked = self._unseen_own(window) if part == "own" else self._unseen_prompt(window)
             self._blocked[part, window] = blocked if blocked.any() else None
         return self._blocked[part, window]
 
-    def _own(self, window: int | None) -> Tensor:
+    def _unseen_own(self, window: int | None) -> Tensor:
         away = self.read[:, None] - torch.arange(self.longest, device=self.read.device)
         blocked = (away < 0) if window is None else (away < 0) | (away >= window)
         return blocked[:, None, None]
 
-    def _prompt(self, window: int | None) -> Tensor:
+    def _unseen_prompt(self, window: int | None) -> Tensor:
         token = torch.arange(int(self.prompt_length.max()), device=self.read.device)
         blocked = (token >= self.prompt_length[:, None])[:, None]  # (P, 1, W)
         if window is not None:

@@ -1,12 +1,12 @@
 """Matrix products of a few rows on a CPU, at the speed of its memory.
 
 A decode step multiplies every weight matrix with a handful of rows. Most of its time goes into reading weights, which
-the CPU's library does two to three times faster when they lie in the order in which it multiplies.
+the CPU's library does faster when they lie in the order in which it multiplies (benchmarks/linear.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -18,19 +18,20 @@ _MOST_ROWS = 512
 
 
 @contextmanager
-def reordered_weights(model: nn.Module, autocast: torch.dtype | None) -> Iterator[None]:
-    """Within, linear layers of a model on a CPU multiply with reordered copies of their weights; nothing else changes.
+def reordered_weights(models: Sequence[nn.Module], autocast: torch.dtype | None) -> Iterator[None]:
+    """Within, linear layers of models on a CPU multiply with reordered copies of their weights; nothing else changes.
 
     The copies take the memory of the weights once more, and know nothing of changes to them. Elsewhere, and where the
     library is missing, this does nothing.
 
     Args:
-        model: its parameters are not touched.
+        models: their parameters are not touched.
         autocast: compute type of the forward passes within; None for the weights' own.
     """
+    layers = {layer: None for model in models for layer in model.modules()}  # models may share some
     mine = [
         layer
-        for layer in model.modules()
+        for layer in layers
         if type(layer) is nn.Linear and layer.weight.device.type == "cpu" and "forward" not in layer.__dict__
     ]
     if not torch.backends.mkldnn.is_available():

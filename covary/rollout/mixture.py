@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from covary.rollout.decoding import Decoding, Row, decoding_of
-from covary.rollout.transformers import TransformersRollout, evaluating
+from covary.rollout.transformers import TransformersRollout
 from covary.types import Sampling, Source
 
 if TYPE_CHECKING:
@@ -47,9 +47,11 @@ class MixtureRollout(TransformersRollout):
         """
         super().__init__(model, tokenizer, autocast=autocast)
         self.teacher = teacher
-        with evaluating(teacher):
-            self._kind_of_teacher = decoding_of(teacher)
+        self._decoding_of_teacher, _ = decoding_of(teacher)
         self.teacher_context = teacher_context
+
+    def _models(self) -> list[PreTrainedModel]:
+        return [self.model, self.teacher]
 
     def _begin(self, sampling: Sampling) -> Decoding:
         def read_by_teacher(row: Row) -> tuple[int, ...]:
@@ -57,7 +59,7 @@ class MixtureRollout(TransformersRollout):
 
         return _Mixture(
             super()._begin(sampling),
-            self._kind_of_teacher(self.teacher, read_by_teacher, sampling.max_tokens, self.autocast),
+            self._decoding_of_teacher(self.teacher, read_by_teacher, sampling.max_tokens, self.autocast),
             sampling.temperature,
         )
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 
-from covary.rollout.decoding import Decoding, Row, decoding_of
+from covary.rollout.decoding import Decoding, Row, decoding_of, evaluating
 from covary.rollout.linear import reordered_weights
 from covary.rollout.requests import check_lengths, into_groups, rows_of_plans
 from covary.rollout.sampling import sample_tokens
@@ -42,6 +42,7 @@ class TransformersRollout:
     Attributes:
         end_ids: every id that ends a completion, of the tokenizer and of the model's two configs.
         on_progress: called with (rows finished, rows in all) whenever rows finish.
+        not_shared: why every row has a copy of its prompt's cache; None where the rows of a prompt share it.
         on_text: called with (example, text) of every row that finishes.
     """
 
@@ -70,8 +71,7 @@ class TransformersRollout:
         self.weights_version = 0
         self.on_progress: Callable[[int, int], None] | None = None
         self.on_text: Callable[[Example, str], None] | None = None
-        with evaluating(model):
-            self._kind = decoding_of(model)
+        self._decoding, self.not_shared = decoding_of(model)
         self._config = model.config.get_text_config(decoder=True)
         self.end_ids = end_ids(tokenizer, getattr(model, "generation_config", None), self._config)
 
@@ -105,7 +105,12 @@ class TransformersRollout:
         rows = [Row(row, np.random.Generator(np.random.PCG64(row.seed))) for row in asked]
         # no_grad, not inference_mode: tensors that the model keeps from a pass must stay fit for training.
         # One autocast around all passes: its cache then casts the weights once.
-        with torch.no_grad(), evaluating(self.model), reordered_weights(self.model, self.autocast), self._autocast():
+        with (
+            torch.no_grad(),
+            evaluating(self.model),
+            reordered_weights(self._models(), self.autocast),
+            self._autocast(),
+        ):
             count = 0
             for finished in self._decode(rows, sampling):
                 count += len(finished)
@@ -131,9 +136,13 @@ class TransformersRollout:
             return nullcontext()
         return torch.autocast(self.model.device.type, dtype=self.autocast)
 
+    def _models(self) -> list[PreTrainedModel]:
+        """Those whose passes make a sample."""
+        return [self.model]
+
     def _begin(self, sampling: Sampling) -> Decoding:
         """A decoding whose logits, at a row's temperature, are the distribution to sample from."""
-        return self._kind(self.model, lambda row: row.asked.prompt, sampling.max_tokens, self.autocast)
+        return self._decoding(self.model, lambda row: row.asked.prompt, sampling.max_tokens, self.autocast)
 
     def _temperature(self, sampling: Sampling) -> float:
         """What the logits of `_begin` are divided by."""
@@ -257,15 +266,3 @@ def _as_ids(ids: int | Sequence[int] | None) -> list[int]:
     if ids is None:
         return []
     return [ids] if isinstance(ids, int) else list(ids)
-
-
-@contextmanager
-def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Evaluation mode within, and every module's own mode again after."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

@@ -26,8 +26,8 @@ CHUNK_NUMBERS = 2**24
 """Logits per chunk and stream (64 MB in float32)."""
 BLOCK_ROWS = 2**12
 """Tokens per block of logits where a block need not hold the whole vocabulary: products of many rows are faster."""
-BLOCK_NUMBERS = {"cpu": 2**22, "cuda": 2**24}
-"""Logits per block. On a CPU the C library keeps what is freed for the next block up to 32 MB; beyond that every block
+BLOCK_NUMBERS = {"cpu": 2**22}
+"""Logits per block, elsewhere as many as per chunk. On a CPU the C library keeps what is freed for the next block up to 32 MB; beyond that every block
 would be given new pages, which takes longer than to fill them."""
 
 _LOWEST = torch.finfo(torch.float32).min / 4  # stands for -inf where that would be multiplied with 0
@@ -135,8 +135,8 @@ def _of_one_stream(
     head: nn.Linear, hidden: Tensor, tokens: Tensor, quantities: Sequence[Quantity], temperature: float
 ) -> Float[Tensor, "Q N"]:
     logps, entropies = _LinearLogps.apply(hidden, head.weight, head.bias, tokens, temperature, entropy in quantities)  # pyright: ignore[reportGeneralTypeIssues]
-    found = {logp: logps, prob: logps.exp(), entropy: entropies}
-    return torch.stack([found[quantity] for quantity in quantities])
+    found = {logp: lambda: logps, prob: logps.exp, entropy: lambda: entropies}
+    return torch.stack([found[quantity]() for quantity in quantities])
 
 
 class _LinearLogps(torch.autograd.Function):

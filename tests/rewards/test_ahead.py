@@ -37,7 +37,7 @@ class Slow:
         raise AssertionError("the reward is the run's")
 
 
-def test_what_begins_early_is_graded_in_batches_once_and_comes_in_order() -> None:
+def test_what_begins_early_is_graded_in_batches_and_comes_in_order() -> None:
     slow = Slow()
     reward = ahead(slow)
     assert isinstance(reward, AheadReward)
@@ -49,7 +49,7 @@ def test_what_begins_early_is_graded_in_batches_once_and_comes_in_order() -> Non
     verdicts = reward([EXAMPLES[1], EXAMPLES[0], EXAMPLES[1], EXAMPLES[0], EXAMPLES[2]], ["9", "0", "1", "0", "2"])
     assert [verdict.value for verdict in verdicts] == [0, 1, 1, 1, 1]
     assert slow.batches[0] == ["0"]
-    assert sorted(text for batch in slow.batches for text in batch) == ["0", "1", "2", "9"]  # equal rows once
+    assert sorted(text for batch in slow.batches for text in batch) == ["0", "0", "1", "2", "9"]  # each row once
     reward.close()
 
 

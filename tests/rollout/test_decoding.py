@@ -24,7 +24,7 @@ from tests.models import FAMILIES, random_model
 @cache
 def model_of(family: str) -> Any:
     model = random_model(family)
-    assert decoding_of(model) is SharedDecoding
+    assert decoding_of(model) == (SharedDecoding, None)
     return model
 
 
@@ -132,7 +132,10 @@ def test_a_model_that_decodes_differently_is_noticed(monkeypatch: pytest.MonkeyP
         return whole(*args, position_ids=position_ids, layout=layout, **kwargs)
 
     monkeypatch.setattr(model.transformer, "forward", forward)
-    assert decoding_of(model) is CachedDecoding
+    kind, why = decoding_of(model)
+    assert kind is CachedDecoding
+    assert why is not None
+    assert "differ" in why
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -145,7 +148,7 @@ def test_reordered_weights_give_the_same_products(dtype: torch.dtype) -> None:
     inputs.append(torch.randn(24, 5, dtype=dtype).t())  # not contiguous
     with torch.no_grad():
         expected = [model(x) for x in inputs]
-        with reordered_weights(model, None):
+        with reordered_weights([model], None):
             assert all("forward" in layer.__dict__ for layer in model)
             found = [model(x) for x in inputs]
     assert not any("forward" in layer.__dict__ for layer in model)
@@ -160,7 +163,7 @@ def test_few_numbers_of_rows_reach_the_library(monkeypatch: pytest.MonkeyPatch) 
     product = torch.ops.mkldnn._linear_pointwise
     monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", lambda x, *rest: met.add(len(x)) or product(x, *rest))
     model = nn.Sequential(nn.Linear(4, 4))
-    with torch.no_grad(), reordered_weights(model, None):
+    with torch.no_grad(), reordered_weights([model], None):
         for rows in range(1, 600):
             assert model(torch.ones(rows, 4)).shape == (rows, 4)
     assert len(met) == 8 + 14
@@ -169,16 +172,16 @@ def test_few_numbers_of_rows_reach_the_library(monkeypatch: pytest.MonkeyPatch) 
 
 def test_reordered_weights_are_gone_after_an_error_and_a_changed_weight_is_seen_next_time() -> None:
     model = nn.Sequential(nn.Linear(4, 4, bias=False))
-    with pytest.raises(KeyError), reordered_weights(model, None):
+    with pytest.raises(KeyError), reordered_weights([model], None):
         raise KeyError
     assert "forward" not in model[0].__dict__
     with torch.no_grad():
         model[0].weight.copy_(2 * torch.eye(4))
-        with reordered_weights(model, None):
+        with reordered_weights([model], None):
             torch.testing.assert_close(model(torch.ones(1, 4)), torch.full((1, 4), 2.0))
 
 
 def test_reordered_weights_under_autocast_are_of_its_type() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
-    with torch.no_grad(), reordered_weights(model, torch.bfloat16), torch.autocast("cpu", torch.bfloat16):
+    with torch.no_grad(), reordered_weights([model], torch.bfloat16), torch.autocast("cpu", torch.bfloat16):
         assert model(torch.ones(2, 4)).dtype == torch.bfloat16

@@ -160,8 +160,8 @@ def test_logps_equal_a_plain_forward_at_the_rollout_temperature(
     # More end ids than one make the lengths ragged, so that rows leave the batch on the way.
     model.generation_config.eos_token_id = [END, *range(10, VOCABULARY, 6)]
     engine = TransformersRollout(model, TOKENIZER)
-    assert engine._kind is SharedDecoding
-    engine._kind = kind
+    assert engine._decoding is SharedDecoding
+    engine._decoding = kind
     sizes: list[int] = []
     hook = model.lm_head.register_forward_hook(lambda *args: sizes.append(args[-1].numel() // VOCABULARY))
     groups = [group(number) for number in range(4)]
@@ -345,7 +345,7 @@ def test_samples_do_not_depend_on_the_company_a_row_keeps() -> None:
 def test_cache_bytes_bounds_keys_values_and_logits(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
     cache_bytes = 60_000
     engine = TransformersRollout(llama(), TOKENIZER, cache_bytes=cache_bytes)
-    engine._kind = kind
+    engine._decoding = kind
     rows, used = [], []
     step = kind.step
 
