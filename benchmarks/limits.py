@@ -19,8 +19,9 @@ What is computed again in the backward pass, padding, norms, softmax, the optimi
 needed, so it lowers the share of the rate. The update is one `forward_backward` of GRPO and one optimizer step.
 
 A decode step is the slope of `TransformersRollout.generate` between two lengths, 32 rows, so that reading the prompts
-drops out. Its floor are the bare products of one step: every linear layer with 32 rows on the model's own weights, and
-attention's two products over the mean length of the cache.
+drops out. It is compared with the bare products of one step as torch computes them: every linear layer with 32 rows on the
+model's own weights, and attention's two products over the mean length of the cache. That is no lower bound: the engine
+reorders weights (benchmarks/linear.py).
 """
 
 from __future__ import annotations
@@ -280,8 +281,8 @@ def page(results: dict[str, Any]) -> str:
     lines = [
         "# How close to the machine",
         "",
-        "Written by `python benchmarks/limits.py --out benchmarks/results/limits`, whose docstring says what is counted.",
-        f"{results['threads']} threads, medians of {results['rounds']} rounds, torch {results['torch']}.",
+        f"Written by `python benchmarks/limits.py --rounds {results['rounds']} --out benchmarks/results/limits`, whose docstring says",
+        f"what is counted. {results['threads']} threads, torch {results['torch']}; the update reads its rows in one pass.",
         "",
         "| | float32 | bfloat16 |",
         "|---|---|---|",

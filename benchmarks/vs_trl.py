@@ -17,8 +17,9 @@ A time's ratio is TRL's over ours, memory's is ours over TRL's: the median over 
 A comparison is refused where the two sides did not see the same prompt tokens, or where their completions differ in
 length by more than sampling explains.
 
-`--try-trl` measures TRL alone, once, under each of its settings that change its speed and not its result: the fastest is
-what the pairs use (`Case.trl_rows`, no gradient checkpointing, which is TRL's default and saves memory for time).
+The pairs use the settings of TRL that should be its fastest (`Case.trl_rows` in one pass, no gradient checkpointing,
+which is TRL's default and saves memory for time). `--try-trl` measures TRL alone, once, under each of its settings that
+change its speed and not its result.
 """
 
 from __future__ import annotations
@@ -386,8 +387,10 @@ def page(results: dict[str, dict[str, Any]]) -> str:
     lines = [
         "# A step of covary against one of TRL",
         "",
-        "Written by `python benchmarks/vs_trl.py --json benchmarks/results/vs_trl.json`, whose docstring says what is run.",
-        "Times in seconds, medians over pairs; a time's ratio is TRL's over ours, memory's ours over TRL's.",
+        "Written by `python benchmarks/vs_trl.py --json benchmarks/results/vs_trl.json`, with the options below for each case;",
+        "its docstring says what is run. Times in seconds, medians over pairs; a time's ratio is TRL's over ours, memory's ours",
+        "over TRL's. TRL reads all rows in one pass and keeps its activations (its default computes them again, for less memory",
+        "and more time); covary reads as many tokens a pass as `engine.micro_batch_tokens` says.",
         "",
         "| case | side | step | rollout | update | peak MiB | mean length | step ratio (range) | rollout | update | memory |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
@@ -423,8 +426,8 @@ def page(results: dict[str, dict[str, Any]]) -> str:
         versions = {k: v for found in result["sides"].values() for k, v in found["versions"].items()}
         listed = ", ".join(f"{package} {number}" for package, number in sorted(versions.items()))
         lines.append(
-            f"* {name}: {result['pairs']} pairs of {result['steps']} steps, {result['threads']} threads, "
-            f"{result['machine']}; {listed}."
+            f"* {name}: `--case {name} --pairs {result['pairs']} --steps {result['steps']} --threads {result['threads']}`, "
+            f"micro-batches of {CASES[name].micro_batch_tokens} tokens; {result['machine']}, {listed}."
         )
     return "\n".join(lines) + "\n"
 

@@ -5,7 +5,7 @@
 The two sides run in environments of their own and share this file alone: the same settings, prompts and reward, and the
 same meaning of each number. Seconds of a step, warm-up left out:
 
-* step: from one step's beginning to its end, optimizer included, nothing written or evaluated;
+* step: from one step's beginning to its end, optimizer included, nothing evaluated, no checkpoint (covary writes the step's rollouts);
 * rollout: prompts encoded, completions sampled and decoded (TRL's `_generate`; covary's `time/rollout`);
 * update: loss, gradient, clip, optimizer, and for covary the scores before them. What TRL computes between rewards and
   the loss is in neither of its parts, which is in its favour.
@@ -33,7 +33,7 @@ def bytes_modulo(completions: list[Any], **_: Any) -> list[float]:
 
 
 def covary_side(settings: dict[str, Any]) -> dict[str, Any]:
-    """`covary.train_step` on a run as a recipe makes it."""
+    """`covary.train.train_step` on a run as a recipe makes it."""
     import torch
     import transformers
 
