@@ -229,6 +229,9 @@ def grading_ahead(rollout: RolloutEngine, reward: Reward) -> Iterator[Reward]:
     rollout.on_text = early.begin  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield early
+    except BaseException:
+        early.close()
+        raise
     finally:
         rollout.on_text = None  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -53,7 +53,8 @@ def post_json(
             trouble = f"{error.code} {said}"
             asked = error.headers.get("Retry-After", "")
             wait = min(float(asked), _LONGEST_PAUSE) if asked.isdecimal() else wait
-        except (OSError, HTTPException) as error:  # time-outs, URLError and http.client's resets among them
+        except (OSError, HTTPException, ValueError) as error:
+            # Time-outs, URLError and http.client's resets among them; ValueError is a redirection to no address.
             trouble = str(getattr(error, "reason", None) or error) or type(error).__name__
         if attempt < attempts:
             time.sleep(wait)
@@ -108,7 +109,7 @@ def read_key(variable: str, what: str) -> str:
 def _object(data: bytes, url: str) -> dict[str, Any]:
     try:
         answer = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RunError(f"{url} answered with something that is no JSON ({data[:80]!r})") from error
     if not isinstance(answer, dict):
         raise RunError(f"{url} answered with something that is no JSON object ({data[:80]!r})")
@@ -119,12 +120,12 @@ def _said(error: urllib.error.HTTPError) -> str:
     """The server's message, one line; OpenAI's servers wrap it in `error` or `detail`."""
     try:
         text = error.read(10_000).decode("utf-8", "replace")
-    except OSError:
+    except (OSError, HTTPException):
         return str(error.reason)
     try:
         answer = json.loads(text)
         inner = answer.get("error") or answer.get("detail") or answer.get("message") or answer
         text = inner.get("message", str(inner)) if isinstance(inner, dict) else str(inner)
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         pass
     return " ".join(text.split())[:300] or str(error.reason)

@@ -199,7 +199,7 @@ def test_results_are_recorded_case_by_case_with_a_page(tmp_path: Path) -> None:
     assert text.index("| smollm2_full | trl | 12 |") < text.index("| tiny | trl | 12 |")
     assert "| tiny | grpo | 2 | 1 | 1 | 330 | 4 | 6.00 (5.00-10.00) | 6.00 | 6.00 | 0.30 |" in text
     assert "| tiny | gvpo | 0.2500 | 1.500 |" in text
-    assert "smollm2_full: 3 pairs of 1 steps, 2 threads" in text
+    assert "`--case smollm2_full --pairs 3 --steps 1 --threads 2`, micro-batches of 1024 tokens" in text
 
 
 def test_trls_settings_are_recorded(tmp_path: Path) -> None:

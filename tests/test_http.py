@@ -88,3 +88,28 @@ def test_a_key_that_no_request_can_carry_is_refused_without_showing_it(
     with pytest.raises(UserError, match="SOME_KEY holds characters that no key has") as refused:
         read_key("SOME_KEY", "teacher.api_key")
     assert held not in str(refused.value)
+
+
+NESTED = b'{"a":' * 100_000
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "message"),
+    [
+        (b"HTTP/1.0 200 OK\r\n\r\n" + NESTED, RunError, "something that is no JSON"),
+        (b"HTTP/1.0 400 Bad\r\n\r\n" + NESTED, UserError, "refused the request: 400"),
+        (b"HTTP/1.1 400 Bad\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", UserError, "refused the request: 400 Bad"),
+        (b"HTTP/1.0 500 Bad\r\n\r\n" + NESTED, RunError, "no answer in 1 attempts; the last: 500"),
+        (
+            b"HTTP/1.0 302 Found\r\nLocation: http://[::1/x\r\n\r\n",
+            RunError,
+            "no answer in 1 attempts; the last: Invalid IPv6",
+        ),
+    ],
+)
+def test_answers_made_to_break_the_reader_end_in_one_line(answer: bytes, error: type, message: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        answer_each(server, [answer])
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(error, match=message):
+            post_json(url, {}, key=None, timeout=5, attempts=1, pause=0.01)

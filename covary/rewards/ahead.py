@@ -52,7 +52,9 @@ class AheadReward:
         return [future.result() for future in futures]
 
     def close(self) -> None:
-        """Nothing: the reward belongs to whoever made it."""
+        """Begin no more; the reward itself belongs to whoever made it."""
+        with self._lock:
+            self._waiting = []
 
     def _work(self) -> None:
         while True:
@@ -63,6 +65,8 @@ class AheadReward:
                     return
             try:
                 verdicts = self._reward([example for example, _, _ in batch], [text for _, text, _ in batch])
+                if len(verdicts) != len(batch):
+                    raise RuntimeError(f"{self.name} gave {len(verdicts)} verdicts on {len(batch)} completions")
             except BaseException as error:  # raised where the verdicts are needed
                 for _, _, future in batch:
                     future.set_exception(error)

@@ -29,12 +29,14 @@ from typing import Any
 
 from covary.rewards.functions import FunctionFile
 from covary.rewards.types import Grade, Graded, Grader, as_graded, error_line
+from covary.types import RunError
 
 HEADER = struct.Struct("!qQ")  # of a request: index of the item or LOAD, bytes that follow
 LOAD = -1
 LOAD_DEADLINE = 120.0  # seconds to start Python and import a grader, on a busy machine
 LONGEST_EXTRACT = 2000  # characters of an extracted answer that come back
 _LONGEST_ANSWER = 1 << 20  # bytes
+_LONGEST_WAIT = 0.2  # seconds, after which a run looks whether it is to end
 
 PoolTask = Grader | FunctionFile
 Item = tuple[str, str | None, dict[str, Any]]  # completion, answer, columns
@@ -66,6 +68,7 @@ class Pool:
         self.memory = memory
         self._lock = threading.Lock()
         self._running: list[_Worker] = []
+        self._ending = threading.Event()
         weakref.finalize(self, _end, self._running, self._running)
 
     def run(self, task: PoolTask, items: Sequence[Item]) -> list[Graded]:
@@ -79,15 +82,19 @@ class Pool:
                 _end(self._running, [worker for worker in self._running if worker.busy])
 
     def close(self) -> None:
-        """End the processes. A later run starts new ones."""
+        """End the processes. A later run starts new ones; one under way in another thread fails at once."""
+        self._ending.set()
         with self._lock:
             _end(self._running, self._running)
+            self._ending.clear()
 
     def _run(self, job: Job, items: Sequence[Item]) -> list[Graded]:
         verdicts: list[Graded | None] = [None] * len(items)
         waiting = deque(range(len(items)))
         seats = min(self.workers, len(items))  # one fewer for every process that fails to load the task
         while waiting or any(worker.busy for worker in self._running):
+            if self._ending.is_set():
+                raise RunError("grading was ended before it was done")
             while waiting and len(self._running) < seats:
                 self._running.append(_Worker())
             for worker in self._running:
@@ -241,12 +248,12 @@ class _Worker:
 
 
 def _wait(busy: list[_Worker]) -> None:
-    """Return when a pipe is ready or a deadline has passed."""
+    """Return when a pipe is ready, a deadline has passed, or it is time to see whether the run goes on."""
     poll = select.poll()
     for worker in busy:
         worker.register(poll)
     seconds = min((worker.due for worker in busy), default=0.0) - time.monotonic()
-    poll.poll(math.ceil(max(seconds, 0) * 1000))
+    poll.poll(math.ceil(min(max(seconds, 0), _LONGEST_WAIT) * 1000))
 
 
 def _end(running: list[_Worker], workers: list[_Worker]) -> None:

@@ -22,7 +22,7 @@ def reordered_weights(models: Sequence[nn.Module], autocast: torch.dtype | None)
     """Within, linear layers of models on a CPU multiply with reordered copies of their weights; nothing else changes.
 
     The copies take the memory of the weights once more, and know nothing of changes to them. Elsewhere, and where the
-    library is missing, this does nothing.
+    library is missing or cannot multiply the type, this does nothing.
 
     Args:
         models: their parameters are not touched.
@@ -32,17 +32,25 @@ def reordered_weights(models: Sequence[nn.Module], autocast: torch.dtype | None)
     mine = [
         layer
         for layer in layers
-        if type(layer) is nn.Linear and layer.weight.device.type == "cpu" and "forward" not in layer.__dict__
+        if type(layer) is nn.Linear
+        and layer.weight.device.type == "cpu"
+        and "forward" not in layer.__dict__
+        and _is_supported(autocast or layer.weight.dtype)
     ]
-    if not torch.backends.mkldnn.is_available():
-        mine = []
-    for layer in mine:
-        layer.forward = _Product(layer, autocast or layer.weight.dtype)
     try:
+        for layer in mine:
+            layer.forward = _Product(layer, autocast or layer.weight.dtype)
         yield
     finally:
         for layer in mine:
-            del layer.forward
+            layer.__dict__.pop("forward", None)
+
+
+def _is_supported(dtype: torch.dtype) -> bool:
+    """Whether the library is there, and has products of this type on this CPU."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 class _Product:

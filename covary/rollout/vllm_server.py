@@ -101,7 +101,7 @@ class VllmServer:
         reply = self._post("/v1/completions", {"prompt": job.prompt, **job.parameters, "return_token_ids": True})
         try:
             return _answer(reply["choices"][0], job)
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise RunError(
                 f"{self.name}: answered without token ids and log-probs, as vLLM gives them ({str(reply)[:200]})"
             ) from error
@@ -131,14 +131,15 @@ def _answer(choice: Mapping[str, Any], job: Job) -> Answer:
 
     Raises:
         RunError: it belongs to another prompt, or broke off.
-        LookupError, TypeError, ValueError: something is missing.
+        LookupError, TypeError, ValueError, OverflowError: something is missing, or of no use.
     """
     if choice["prompt_token_ids"] != job.prompt:
         raise RunError("the vLLM server answered to another prompt than it was sent")
     if choice["finish_reason"] not in ("stop", "length"):
         raise RunError(f"the vLLM server broke a completion off ({choice['finish_reason']})")
-    tokens = [int(token) for token in choice["token_ids"]]
-    logps = [float(logp) for logp in choice["logprobs"]["token_logprobs"]]
+    tokens, logps = list(choice["token_ids"]), [float(logp) for logp in choice["logprobs"]["token_logprobs"]]
+    if not all(type(token) is int for token in tokens):
+        raise TypeError("token ids that are no integers")
     if "prompt_logprobs" not in job.parameters:
         return Answer(tokens, logps)
     listed = choice["prompt_logprobs"]

@@ -72,6 +72,28 @@ def test_an_error_of_the_grader_is_raised_where_its_verdict_is_needed() -> None:
         reward([EXAMPLES[0]], ["broken"])
 
 
+def test_a_grader_that_gives_too_few_verdicts_is_an_error_and_no_wait() -> None:
+    slow = Slow()
+    slow.go.set()
+    reward = AheadReward(slow)
+    slow.__class__ = type("Short", (Slow,), {"__call__": lambda self, *given: []})
+    with pytest.raises(RuntimeError, match="slow gave 0 verdicts on 1 completions"):
+        reward(EXAMPLES[:1], ["0"])
+
+
+def test_what_has_not_begun_when_it_is_closed_is_not_graded() -> None:
+    slow = Slow()
+    reward = AheadReward(slow)
+    reward.begin(EXAMPLES[0], "0")
+    assert slow.begun.wait(5)
+    reward.begin(EXAMPLES[1], "1")
+    reward.close()
+    slow.go.set()
+    reward.begin(EXAMPLES[2], "2")
+    assert reward([EXAMPLES[2]], ["2"])[0].value == 1
+    assert "1" not in [text for batch in slow.batches for text in batch]
+
+
 def test_rewards_of_this_process_are_left_alone() -> None:
     assert ahead(build_reward(lambda completion, answer: 1.0)) is None
     pooled = build_reward("exact")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from covary.rewards import FunctionFile, Grade, Graded, Grader, Pool
+from covary.types import RunError
 
 FILE = """
 import os, signal, subprocess, sys, time
@@ -339,3 +340,27 @@ def test_nothing_leaks_over_ten_thousand_items(make_pool: Callable[..., Pool]) -
     assert len(after) == len(before)  # no worker was replaced, none was left behind
     assert max(b - a for a, b in zip(before, after, strict=True)) * os.sysconf("SC_PAGE_SIZE") < 64 << 20
     assert len(os.listdir("/proc/self/fd")) == files
+
+
+def test_closing_ends_a_run_of_another_thread_at_once(task, make_pool, tmp_path) -> None:
+    """As Ctrl-C does while completions are graded ahead of time: nobody waits for what is left to grade."""
+    pool, note = make_pool(workers=1), tmp_path / "pid"
+    failed: list[BaseException] = []
+
+    def grade() -> None:
+        try:
+            pool.run(task, items(f"note {note}", *["hang"] * 50))
+        except RunError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=grade)
+    thread.start()
+    assert wait_for(lambda: note.exists() and note.read_text() != "", 30)
+    start = time.monotonic()
+    pool.close()
+    thread.join(5)
+    assert time.monotonic() - start < 5  # one item alone would take ten seconds, and there are 51
+    assert [str(error) for error in failed] == ["grading was ended before it was done"]
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(note.read_text()), 0)
+    assert pool.run(task, items("four"))[0].value == 4.0

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from functools import cache
 from typing import Any
 
@@ -179,6 +182,36 @@ def test_reordered_weights_are_gone_after_an_error_and_a_changed_weight_is_seen_
         model[0].weight.copy_(2 * torch.eye(4))
         with reordered_weights([model], None):
             torch.testing.assert_close(model(torch.ones(1, 4)), torch.full((1, 4), 2.0))
+
+
+def test_a_layer_that_cannot_be_reordered_leaves_none_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    reorder = torch.ops.mkldnn._reorder_linear_weight
+    made: list[int] = []
+
+    def once(weight: torch.Tensor) -> torch.Tensor:
+        if made:
+            raise MemoryError
+        made.append(1)
+        return reorder(weight)
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", once)
+    with pytest.raises(MemoryError), reordered_weights([model], None):
+        pass
+    assert made
+    assert not any("forward" in layer.__dict__ for layer in model)
+
+
+def test_a_cpu_without_products_of_a_type_multiplies_plainly() -> None:
+    """oneDNN is told at its start what the CPU can do, so in a process of its own."""
+    code = (
+        "import torch\nfrom covary.rollout.linear import reordered_weights\nmodel = torch.nn.Linear(4, 4)\n"
+        "with torch.no_grad(), torch.autocast('cpu', torch.bfloat16), reordered_weights([model], torch.bfloat16):\n"
+        "    print('forward' in model.__dict__, model(torch.ones(2, 4)).dtype)\n"
+    )
+    environ = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "torch.bfloat16"]
 
 
 def test_reordered_weights_under_autocast_are_of_its_type() -> None:

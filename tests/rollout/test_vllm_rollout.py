@@ -240,6 +240,10 @@ def test_a_broken_answer_ends_the_run(rollout, fake, change, message):
     ("change", "message"),
     [
         ({"token_ids": None}, "answered without token ids and log-probs"),
+        ({"token_ids": [float("inf")]}, "answered without token ids and log-probs"),
+        ({"token_ids": [3.7]}, "answered without token ids and log-probs"),
+        ({"token_ids": "34"}, "answered without token ids and log-probs"),
+        ({"logprobs": {"token_logprobs": [10**400]}}, "answered without token ids and log-probs"),
         ({"logprobs": None}, "answered without token ids and log-probs"),
         ({"logprobs": {"token_logprobs": [-1.0]}}, "1 log-probs of"),
         ({"prompt_token_ids": [1]}, "answered to another prompt"),
