@@ -33,7 +33,7 @@ def bytes_modulo(completions: list[Any], **_: Any) -> list[float]:
 
 
 def covary_side(settings: dict[str, Any]) -> dict[str, Any]:
-    """`covary.train.train_step` on a run as a recipe makes it."""
+    """`covary.train.train` of a run as a recipe makes it, with a timer around `train_step`."""
     import torch
     import transformers
 
@@ -41,8 +41,7 @@ def covary_side(settings: dict[str, Any]) -> dict[str, Any]:
     from covary.api import PYTHON_REWARD, build, resolve
     from covary.config import validate
     from covary.engines.local import LocalEngine
-    from covary.log import RunLog, Screen
-    from covary.train import Progress, Sampler, train_step
+    from covary.log import Screen
     from covary.types import Score, Stream
 
     torch.set_num_threads(settings["threads"])
@@ -75,12 +74,18 @@ def covary_side(settings: dict[str, Any]) -> dict[str, Any]:
         # The loop keeps no groups: what was sampled is seen where the rollout engine is shown it.
         sampled: list[list[Any]] = []
         run.rollout.observe = sampled.append
-        sampler, progress, log = Sampler(run.examples, run.seed), Progress(), RunLog(run.folder, None)
+        loop = import_module("covary.train")
+        step = loop.train_step
         steps = []
-        for _ in range(run.steps):
+
+        def timed_step(*args: Any) -> dict[str, float]:
             begun = time.perf_counter()
-            row = train_step(run, sampler, progress, log)
+            row = step(*args)
             steps.append((time.perf_counter() - begun, row))
+            return row
+
+        loop.train_step = timed_step  # pyright: ignore[reportAttributeAccessIssue]
+        loop.train(run)
     memory = peak_mib()
     measured = steps[settings["warm_up"] :]
     result = {

@@ -21,6 +21,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from covary.partial_attention import Blocks, Part, attend_in_parts, mask_of
+
 PACKED = "covary_packed"
 # By which packed and plain numbers of a model may differ, relative to their size: rounding is a hundred times
 # smaller in float32 (eight bits less in bfloat16), a wrong mask or position is far larger.
@@ -133,82 +135,119 @@ def packed_inputs(tokens: Sequence[int] | Tensor, positions: Sequence[int] | Ten
 
 @dataclass(frozen=True)
 class Forest:
-    """Trees: each prompt sees itself, each branch its prompt and itself.
-
-    Attention pads: it is computed on blocks, in two calls a layer, prompts and branches.
+    """Trees: each prompt sees itself, each branch its prompt and itself. All prompts come first, then all branches.
 
     Attributes:
-        prompts: indices into the packed tokens. A pad is the sequence's own first token, so that a number that is
-            not finite stays in its row.
-        branches: likewise.
+        prompts: one a tree.
+        branches: in the order of their trees.
+        crowns: the branches of each tree as one sequence.
         tree: the prompt of each branch.
-        lengths: of the prompts, and of the branches.
+        sizes: packed tokens of all prompts, and of all branches.
     """
 
-    prompts: Int[Tensor, "G P"]
-    branches: Int[Tensor, "R T"]
+    prompts: Blocks
+    branches: Blocks
+    crowns: Blocks
     tree: Int[Tensor, " R"]
-    lengths: tuple[Int[Tensor, " G"], Int[Tensor, " R"]]
-    _masks: dict[Any, Tensor] = field(default_factory=dict)  # the layers of a model share them
+    sizes: tuple[int, int]
+    _masks: dict[Any, Any] = field(default_factory=dict)  # the layers of a model share them
 
     @classmethod
     def of(cls, prompts: Sequence[int], branches: Sequence[int], tree: Sequence[int], device: torch.device) -> Forest:
-        """Of the lengths of prompts and branches, packed in this order, and the prompt of each branch."""
-        prompt_index, prompt_lengths = _blocks(prompts, 0, device)
-        branch_index, branch_lengths = _blocks(branches, sum(prompts), device)
+        """Of the lengths of prompts and branches, and the prompt of each branch, ascending."""
+        crowns = [0] * len(prompts)
+        for prompt, length in zip(tree, branches, strict=True):
+            crowns[prompt] += length
         return cls(
-            prompt_index,
-            branch_index,
+            Blocks.of(prompts, device),
+            Blocks.of(branches, device),
+            Blocks.of(crowns, device),
             torch.tensor(tree, device=device, dtype=torch.long),
-            (prompt_lengths, branch_lengths),
+            (sum(prompts), sum(branches)),
         )
 
     def attend(
         self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
     ) -> Tensor:
         """See `Layout.attend`."""
-        prompt_key, prompt_value = key[self.prompts], value[self.prompts]
-        prompts = _attend(query[self.prompts], prompt_key, prompt_value, self._prompt_mask(query.dtype, window), scale)
-        branches = query[self.branches]
-        if branches.numel():
-            branches = _attend(
-                branches,
-                torch.cat([prompt_key[self.tree], key[self.branches]], dim=1),
-                torch.cat([prompt_value[self.tree], value[self.branches]], dim=1),
-                self._branch_mask(query.dtype, window),
-                scale,
-            )
-        blocks = zip((prompts, branches), self.lengths, strict=True)
-        return torch.cat([block[_valid(block.shape[1], lengths)] for block, lengths in blocks])
+        of_prompts, of_branches = zip(*(x.split(self.sizes) for x in (query, key, value)), strict=True)
+        blocks = [self.prompts.unpack(x) for x in of_prompts]
+        prompts = self.prompts.pack(_attend(*blocks, self._prompt_mask(query.dtype, window), scale))
+        if not self.sizes[1]:
+            return prompts
+        attend = self._in_parts if query.device.type == "cpu" else self._at_once
+        return torch.cat([prompts, attend(of_prompts, of_branches, scale, window)])
+
+    def _in_parts(
+        self, of_prompts: tuple[Tensor, ...], of_branches: tuple[Tensor, ...], scale: float | None, window: int | None
+    ) -> Tensor:
+        """Attention of the branches: products of many small matrices, at which a CPU's fused kernel is slow."""
+        query, *own = of_branches
+        return attend_in_parts(query, [tuple(own), of_prompts[1:]], self._parts(window), scale)
+
+    def _at_once(
+        self, of_prompts: tuple[Tensor, ...], of_branches: tuple[Tensor, ...], scale: float | None, window: int | None
+    ) -> Tensor:
+        """Attention of the branches in one call of a fused kernel, each with a copy of its prompt's keys."""
+        query, *own = (self.branches.unpack(x) for x in of_branches)
+        prompts = [self.prompts.unpack(x)[self.tree] for x in of_prompts[1:]]
+        keys_and_values = [torch.cat(both, dim=1) for both in zip(prompts, own, strict=True)]
+        return self.branches.pack(_attend(query, *keys_and_values, self._branch_mask(query.dtype, window), scale))
 
     def _prompt_mask(self, dtype: torch.dtype, window: int | None) -> Float[Tensor, "1 1 P P"] | None:
         """To add to attention scores; None where plain causal attention is right."""
-        width = self.prompts.shape[1]
+        width = self.prompts.index.shape[1]
         if window is None or width <= window:
             return None
-        return self._mask("prompt", dtype, window, lambda: _causal(width, width, self.tree.device, window)[None])
+        return self._once(
+            ("prompt", dtype, window), lambda: _to_add(_causal(width, width, self.tree.device, window)[None], dtype)
+        )
 
     def _branch_mask(self, dtype: torch.dtype, window: int | None) -> Float[Tensor, "R 1 T P+T"]:
         """To add to attention scores."""
-        return self._mask("branch", dtype, window, lambda: self._branch_sees(window))
 
-    def _branch_sees(self, window: int | None) -> Bool[Tensor, "R T P+T"]:
-        device, (_, width), length = self.tree.device, self.branches.shape, self.lengths[0][self.tree]
-        prompt = torch.arange(self.prompts.shape[1], device=device)
-        sees_prompt = (prompt < length[:, None])[:, None].expand(-1, width, -1)
-        if window is not None:
-            position = length[:, None] + torch.arange(width, device=device)  # (R, T), of the branches' tokens
-            sees_prompt = sees_prompt & (position[:, :, None] - prompt < window)
-        own = _causal(width, width, device, window).expand(len(self.tree), -1, -1)
-        return torch.cat([sees_prompt, own], dim=-1)
+        def mask() -> Tensor:
+            width = self.branches.index.shape[1]
+            prompt = self._sees_prompt(self.branches, self.tree, window).expand(-1, width, -1)
+            own = _causal(width, width, self.tree.device, window).expand(len(self.tree), -1, -1)
+            return _to_add(torch.cat([prompt, own], dim=-1), dtype)
 
-    def _mask(self, kind: str, dtype: torch.dtype, window: int | None, sees: Callable[[], Tensor]) -> Tensor:
-        key = (kind, dtype, window)
-        if key not in self._masks:
-            allowed = sees()
-            blocked = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill(~allowed, -torch.inf)
-            self._masks[key] = blocked[:, None]
-        return self._masks[key]
+        return self._once(("branch", dtype, window), mask)
+
+    def _parts(self, window: int | None) -> tuple[Part, Part]:
+        """What branches see of themselves, and of their prompts."""
+
+        def parts() -> tuple[Part, Part]:
+            width, device = self.branches.index.shape[1], self.tree.device
+            own = _causal(width, width, device, window)[None]
+            shared = self._sees_prompt(self.crowns, torch.arange(len(self.prompts.index), device=device), window)
+            return (
+                Part(self.branches, self.branches, mask_of(~own[:, None, :, None]), causal=True),
+                Part(self.crowns, self.prompts, mask_of(~shared[:, None, :, None]), causal=False),
+            )
+
+        return self._once(("parts", window), parts)
+
+    def _sees_prompt(self, tokens: Blocks, tree: Tensor, window: int | None) -> Bool[Tensor, "B W P"]:
+        """Which of its prompt's tokens each sees; (B, 1, P) where all tokens of a sequence see the same."""
+        length = self.prompts.lengths[tree]
+        prompt = torch.arange(self.prompts.index.shape[1], device=length.device)
+        sees = (prompt < length[:, None])[:, None]
+        if window is None:
+            return sees
+        # Positions of the packed branches, from the prompts' ends on.
+        return sees & (length[:, None, None] + tokens.unpack(self._depth)[:, :, None] - prompt < window)
+
+    @property
+    def _depth(self) -> Int[Tensor, " N"]:
+        """Tokens of its own branch that come before each token of the branches."""
+        width = self.branches.index.shape[1]
+        return self.branches.pack(torch.arange(width, device=self.tree.device).expand(len(self.tree), -1))
+
+    def _once(self, name: tuple, made: Callable[[], Any]) -> Any:
+        if name not in self._masks:
+            self._masks[name] = made()
+        return self._masks[name]
 
 
 def _attend(
@@ -236,15 +275,5 @@ def _causal(queries: int, keys: int, device: torch.device, window: int | None) -
     return (away >= 0) if window is None else (away >= 0) & (away < window)
 
 
-def _valid(width: int, lengths: Tensor) -> Bool[Tensor, "B W"]:
-    return torch.arange(width, device=lengths.device) < lengths[:, None]
-
-
-def _blocks(lengths: Sequence[int], start: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(B, W) indices of sequences that follow each other from `start` on, and (B,) their lengths."""
-    length = torch.tensor(lengths, device=device, dtype=torch.long)
-    offset = length.cumsum(0) - length + start
-    width = max(lengths, default=0)
-    index = offset[:, None] + torch.arange(width, device=device)
-    pad = offset.clamp(max=max(start + sum(lengths) - 1, 0))  # an empty sequence at the end has no token of its own
-    return index.where(_valid(width, length), pad[:, None]), length
+def _to_add(sees: Bool[Tensor, "B Q S"], dtype: torch.dtype) -> Float[Tensor, "B 1 Q S"]:
+    return torch.zeros(sees.shape, dtype=dtype, device=sees.device).masked_fill(~sees, -torch.inf)[:, None]

@@ -59,15 +59,13 @@ def collate(groups: Sequence[Group], max_tokens: int) -> Batch:
     """
     rows = rows_of(groups)
     width = max((len(row.tokens) for row in rows), default=0)
-    mask = torch.zeros(len(rows), width, dtype=torch.bool)
-    answer_mask = torch.zeros(len(rows), width, dtype=torch.bool)
-    tokens = torch.zeros(len(rows), width, dtype=torch.long)
+    tokens = torch.tensor([[*row.tokens, *[0] * (width - len(row.tokens))] for row in rows], dtype=torch.long)
+    lengths = torch.tensor([len(row.tokens) for row in rows], dtype=torch.long)
+    mask = torch.arange(width) < lengths[:, None]
+    answer_mask = torch.zeros_like(mask)
     for i, row in enumerate(rows):
-        length = len(row.tokens)
-        tokens[i, :length] = torch.tensor(row.tokens, dtype=torch.long)
-        if row.roles is None:
-            mask[i, :length] = True
-        else:
+        if row.roles is not None:
+            mask[i] = False
             mask[i, row.role_positions("sampled")] = True
             answer_mask[i, row.role_positions("answer")] = True
     rewards = [
@@ -79,7 +77,7 @@ def collate(groups: Sequence[Group], max_tokens: int) -> Batch:
     if any(row.numbers.keys() != set(names) for row in rows):
         raise ValueError(f"rows carry different numbers; every row needs the same features (the first has {names})")
     return Batch(
-        tokens=tokens,
+        tokens=tokens.view(len(rows), width),
         mask=mask,
         answer_mask=answer_mask,
         group=torch.tensor([g for g, group in enumerate(groups) for _ in group.completions], dtype=torch.long),

@@ -40,12 +40,13 @@ def is_watched(row: Completion) -> bool:
 
 def sampling_kl(rows: Sequence[Completion], values: Sequence[Tensor]) -> dict[str, float]:
     """`kl/sampling`: the rollout engine's log-probs against the trainer's of the same tokens, in nats per token."""
-    difference = [
-        torch.tensor(row.logps) - value[: len(row.tokens)]
-        for row, value in zip(rows, values, strict=True)
-        if is_watched(row)
+    both = [
+        (row.logps or [], value[: len(row.tokens)]) for row, value in zip(rows, values, strict=True) if is_watched(row)
     ]
-    return {"kl/sampling": float(k3(torch.cat(difference)).mean())} if difference else {}
+    if not both:
+        return {}
+    engine = torch.tensor([logp for logps, _ in both for logp in logps])
+    return {"kl/sampling": float(k3(engine - torch.cat([value for _, value in both])).mean())}
 
 
 def score_watched(engine: TrainEngine, groups: Sequence[Group], temperature: float) -> dict[str, float]:

@@ -91,6 +91,7 @@ class LocalEngine:
             [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}],
             lr=0.0,
             betas=betas,
+            fused=True,
         )
         self._loss_is_finite = True  # since the last step
         self._of_examples: dict[tuple[str, str], float] = {}  # per="example" scores of models that never change
@@ -221,9 +222,7 @@ class LocalEngine:
                 if f"optimizer.{name}.{key}" in state
             }
             if moments:
-                for key in ("exp_avg", "exp_avg_sq"):
-                    moments[key] = moments[key].to(self.device)
-                self.optimizer.state[parameter] = moments
+                self.optimizer.state[parameter] = {key: value.to(self.device) for key, value in moments.items()}
 
     def _given(self, model: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The part of the model's state that an adapter was put on; nothing where there is none."""

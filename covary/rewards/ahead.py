@@ -14,14 +14,16 @@ from covary.types import Example
 class AheadReward:
     """One rollout's rewards, of a reward that is computed outside this process; batch after batch, in a thread.
 
-    Every row is graded once, as without it, but not all in one call. Rows are told apart as objects: ids are the user's,
-    and may occur twice. What is computed elsewhere reads texts, not token ids.
+    Every row is graded once, as without it, but not all in one call; a reward that says the same of the same text
+    (`pure`) grades rows of one text together. Examples are told apart as objects: ids are the user's, and may occur twice.
+    What is computed elsewhere reads texts, not token ids.
     """
 
     def __init__(self, reward: Reward) -> None:
         """Nothing is asked for yet."""
         self.name = reward.name
         self._reward = reward
+        self._pure = getattr(reward, "pure", False)
         self._begun: dict[tuple[int, str], deque[Future[Graded]]] = defaultdict(deque)
         self._examples: list[Example] = []  # kept, so that no other takes the place of one in memory
         self._waiting: list[tuple[Example, str, Future[Graded]]] = []
@@ -31,8 +33,11 @@ class AheadReward:
     def begin(self, example: Example, completion: str) -> None:
         """Grade `completion` as an answer to `example`; returns at once. Every call is one row."""
         with self._lock:
+            begun = self._begun[id(example), completion]
+            if begun and self._pure:
+                return
             future: Future[Graded] = Future()
-            self._begun[id(example), completion].append(future)
+            begun.append(future)
             self._examples.append(example)
             self._waiting.append((example, completion, future))
             if not self._working:
@@ -48,7 +53,7 @@ class AheadReward:
             begun = self._begun[id(example), completion]
             if not begun:
                 self.begin(example, completion)
-            futures.append(begun.popleft())
+            futures.append(begun[0] if self._pure else begun.popleft())
         return [future.result() for future in futures]
 
     def close(self) -> None:

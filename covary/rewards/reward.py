@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from covary.rewards.functions import call_batch_form, item_form
 from covary.rewards.pool import Pool, PoolTask
-from covary.rewards.types import Graded, TokenIds, as_graded, error_line
+from covary.rewards.types import Graded, Grader, TokenIds, as_graded, error_line
 from covary.types import Example
 
 
@@ -20,6 +20,11 @@ class PooledReward:
     name: str
     task: PoolTask
     pool: Pool
+
+    @property
+    def pure(self) -> bool:
+        """Whether one text gets one verdict; what users wrote may keep a state."""
+        return isinstance(self.task, Grader)
 
     def __call__(
         self, examples: Sequence[Example], completions: Sequence[str], token_ids: TokenIds | None = None

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from covary.attention import Forest, packed_inputs, use_packed
+from covary.partial_attention import add_part, attend_part, mask_of, scale_to_base_2
+from covary.rollout.linear import good_rows
 from covary.rollout.requests import Asked
 from covary.types import Example, Finish, Request
 
@@ -168,8 +170,9 @@ class SharedDecoding:
         self.logits = torch.cat([self.logits, after]) if self._tree else after
         for layer in self._layers.values():
             # What is not read yet has weight 0, and 0 times what a row before left there may be NaN.
-            if layer.value is not None:
-                layer.value[len(self._tree) : len(self._tree) + len(new)] = 0
+            for cache in (layer.key, layer.value):
+                if cache is not None:
+                    cache[len(self._tree) : len(self._tree) + len(new)] = 0
         self._tree += new
         self._read += [0] * len(new)
 
@@ -191,7 +194,9 @@ class SharedDecoding:
         """See `Decoding`."""
         device = self.model.device
         self._step = _Step.of(self._tree, self._read, [len(prompt) for prompt in self._prompts], device)
-        self.logits = self._forward(tokens.to(device), self._step.position)
+        rows = len(self._tree)
+        more = (0, good_rows(rows) - rows)  # padded once, and not in every product
+        self.logits = self._forward(pad(tokens.to(device), more), pad(self._step.position, more))[:rows]
         self._step = None
         self._read = [read + 1 for read in self._read]
 
@@ -201,10 +206,13 @@ class SharedDecoding:
         """See `covary.attention.Layout.attend`."""
         if self._prefill is not None:
             forest, blocks = self._prefill
-            blocks[layer].append((key[forest.prompts].transpose(1, 2), value[forest.prompts].transpose(1, 2)))
+            keys, values = (forest.prompts.unpack(x).transpose(1, 2) for x in (key, value))
+            blocks[layer].append((keys, values))
             return forest.attend(layer, query, key, value, scale, window)
         assert self._step is not None
-        return self._step.attend(self._written(layer, key, value), query, scale, window)
+        rows = len(self._tree)
+        out = self._step.attend(self._written(layer, key[:rows], value[:rows]), query[:rows], scale, window)
+        return pad(out, (0, 0, 0, 0, 0, len(query) - rows))
 
     def _written(self, layer: nn.Module, key: Tensor, value: Tensor) -> _Layer:
         """The layer's cache, with the rows' newest keys and values (R, K, E)."""
@@ -212,7 +220,7 @@ class SharedDecoding:
         assert step is not None
         if cache.key is None or cache.value is None:
             shape = (self._slots, key.shape[1], self._max_tokens - 1, key.shape[2])
-            cache.key, cache.value = key.new_empty(shape), value.new_zeros(shape)
+            cache.key, cache.value = key.new_zeros(shape), value.new_zeros(shape)
         cache.key[step.row, :, step.read] = key
         cache.value[step.row, :, step.read] = value
         return cache
@@ -238,7 +246,7 @@ class SharedDecoding:
         for part in _parts(prompts, _PREFILL_TOKENS):
             lengths = [len(prompt) for prompt in part]
             self._prefill = (Forest.of(lengths, [], [], device), blocks)
-            ends = self._prefill[0].lengths[0].cumsum(0) - 1
+            ends = self._prefill[0].prompts.lengths.cumsum(0) - 1
             tokens = torch.tensor([token for prompt in part for token in prompt], device=device)
             positions = torch.tensor([i for length in lengths for i in range(length)], device=device)
             after.append(self._forward(tokens, positions, logits_to_keep=ends))
@@ -293,7 +301,7 @@ class _Step:
     members: Tensor  # (P, N)
     place: Tensor  # (R,)
     longest: int
-    _blocked: dict[tuple[str, int | None], Tensor | None] = field(default_factory=dict)
+    _masks: dict[tuple[str, int | None], Tensor | None] = field(default_factory=dict)
 
     @classmethod
     def of(cls, tree: Sequence[int], read: Sequence[int], prompts: Sequence[int], device: torch.device) -> _Step:
@@ -317,58 +325,38 @@ class _Step:
         assert cache.key is not None
         assert cache.value is not None
         kv = cache.key.shape[1]
-        query = query * (width**-0.5 if scale is None else scale)
-        query = query.view(rows, kv, -1, width)  # (R, K, H / K, E)
-        own, own_weight = _weighted(
-            query,
+        query = (query * scale_to_base_2(width, scale)).view(rows, kv, -1, width)  # (R, K, J, E)
+        own = attend_part(
+            query[:, :, None],
             cache.key[:rows, :, : self.longest],
             cache.value[:rows, :, : self.longest],
-            self._blocked_of("own", window),
+            self._mask_of("own", window),
         )
-        prompts, most = self.members.shape
-        of_prompt = query[self.members].transpose(1, 2).reshape(prompts, kv, -1, width)  # (P, K, N H / K, E)
-        shared, shared_weight = _weighted(
-            of_prompt, cache.prompt_key, cache.prompt_value, self._blocked_of("prompt", window)
-        )
+        of_prompts = query[self.members].transpose(1, 2)  # (P, K, N, J, E)
+        shared = attend_part(of_prompts, cache.prompt_key, cache.prompt_value, self._mask_of("prompt", window))
+        # (P, K, N, J, ...) -> (R, K, 1, J, ...)
+        of_rows = (x.transpose(1, 2).flatten(0, 1)[self.place].unsqueeze(2) for x in shared)
+        return add_part(*own, *of_rows).view(rows, heads, width)
 
-        def of_row(x: Tensor) -> Tensor:
-            """(P, K, N H / K, ...) -> (R, K, H / K, ...)."""
-            return x.view(prompts, kv, most, heads // kv, -1).transpose(1, 2).flatten(0, 1)[self.place]
-
-        share = torch.sigmoid(of_row(shared_weight) - own_weight.unsqueeze(-1)).to(own.dtype)
-        return torch.lerp(own, of_row(shared), share).view(rows, heads, width)
-
-    def _blocked_of(self, part: str, window: int | None) -> Tensor | None:
-        """What is not seen: own (R, 1, 1, T), prompt (P, 1, 1 or N, W); None where all is."""
-        if (part, window) not in self._blocked:
-            blocked = self._unseen_own(window) if part == "own" else self._unseen_prompt(window)
-            self._blocked[part, window] = blocked if blocked.any() else None
-        return self._blocked[part, window]
+    def _mask_of(self, part: str, window: int | None) -> Tensor | None:
+        """What to add to the scores of a part."""
+        if (part, window) not in self._masks:
+            self._masks[part, window] = mask_of(
+                self._unseen_own(window) if part == "own" else self._unseen_prompt(window)
+            )
+        return self._masks[part, window]
 
     def _unseen_own(self, window: int | None) -> Tensor:
         away = self.read[:, None] - torch.arange(self.longest, device=self.read.device)
         blocked = (away < 0) if window is None else (away < 0) | (away >= window)
-        return blocked[:, None, None]
+        return blocked[:, None, None, None]
 
     def _unseen_prompt(self, window: int | None) -> Tensor:
         token = torch.arange(int(self.prompt_length.max()), device=self.read.device)
         blocked = (token >= self.prompt_length[:, None])[:, None]  # (P, 1, W)
         if window is not None:
             blocked = blocked | (self.position[self.members][..., None] - token >= window)
-        return blocked[:, None]
-
-
-def _weighted(query: Tensor, key: Tensor, value: Tensor, blocked: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Attention over some of the keys, (B, K, Q, E), and the log of its sum of exponentials, (B, K, Q)."""
-    scores = (query @ key.transpose(-1, -2)).float()
-    if blocked is not None:
-        repeats = scores.shape[2] // blocked.shape[2] if blocked.shape[2] > 1 else 1
-        # Not -inf: where nothing is seen the weight of this part has to be 0, and not NaN.
-        scores = scores.masked_fill(blocked.repeat_interleave(repeats, 2), torch.finfo(scores.dtype).min)
-    top = scores.amax(-1, keepdim=True)
-    scores = scores.sub_(top).exp_()
-    total = scores.sum(-1, keepdim=True)
-    return (scores.to(value.dtype) @ value) / total.to(value.dtype), (top + total.log()).squeeze(-1)
+        return blocked[:, None, :, None]
 
 
 def _parts(prompts: Sequence[tuple[int, ...]], limit: int) -> Iterator[list[tuple[int, ...]]]:

@@ -15,6 +15,7 @@ from torch.nn.functional import linear, pad
 
 # Rows beyond which plain products are as fast.
 _MOST_ROWS = 512
+_multiply = torch.ops.mkldnn._linear_pointwise.default
 
 
 @contextmanager
@@ -54,11 +55,7 @@ def _is_supported(dtype: torch.dtype) -> bool:
 
 
 class _Product:
-    """x -> x @ weight.T + bias.
-
-    The library keeps code and buffers for every number of rows that it has met, so the rows are rounded up: else its
-    memory would grow with the steps of a run.
-    """
+    """x -> x @ weight.T + bias."""
 
     def __init__(self, layer: nn.Linear, dtype: torch.dtype) -> None:
         self.layer = layer
@@ -70,9 +67,17 @@ class _Product:
         rows = x.numel() // x.shape[-1]
         if rows > _MOST_ROWS:
             return linear(x, self.layer.weight, self.layer.bias)
-        step = 8 if rows <= 64 else 32
-        flat = x.to(self.dtype).reshape(rows, -1)
-        if rows % step:
-            flat = pad(flat, (0, 0, 0, -rows % step))
-        product = torch.ops.mkldnn._linear_pointwise(flat, self.weight, self.bias, "none", [], "")
-        return product[:rows].view(*x.shape[:-1], -1)
+        x = x.to(self.dtype)
+        if not (missing := good_rows(rows) - rows):
+            return _multiply(x, self.weight, self.bias, "none", [], "")
+        padded = pad(x.reshape(rows, -1), (0, 0, 0, missing))
+        return _multiply(padded, self.weight, self.bias, "none", [], "")[:rows].view(*x.shape[:-1], -1)
+
+
+def good_rows(rows: int) -> int:
+    """This number, rounded up to one whose products need no padding.
+
+    The library keeps code and buffers for every number of rows that it has met: its memory would grow with a run's steps.
+    """
+    step = 8 if rows <= 64 else 32
+    return rows + -rows % step

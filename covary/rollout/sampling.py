@@ -5,6 +5,8 @@ Letters in shapes: R rows, V vocabulary.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 # Vocabulary entries per bin of the two-level inverse CDF: a running sum over V costs more than all the
@@ -30,7 +32,8 @@ def sample_tokens(
     num_bins = -(-vocabulary // _BIN)
     top = logits.amax(-1, keepdim=True)
     weights = logits.new_empty(rows, num_bins * _BIN)
-    torch.sub(logits, top, out=weights[:, :vocabulary]).div_(temperature[:, None]).exp_()
+    # Powers of 2 are several times faster than those of e on a CPU.
+    torch.sub(logits, top, out=weights[:, :vocabulary]).mul_(math.log2(math.e) / temperature[:, None]).exp2_()
     weights[:, vocabulary:] = 0
     binned = weights.view(rows, num_bins, _BIN)
     totals = binned.sum(-1)  # (R, bins)

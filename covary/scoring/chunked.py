@@ -209,9 +209,9 @@ class _LinearLogps(torch.autograd.Function):
                 else:
                     d = d.exp_().mul_(-g)
                 d = d.to(blocks.dtype)
-                d_hidden[rows] += d @ weight[columns].to(blocks.dtype)
+                _add_product(d_hidden[rows], d, weight[columns].to(blocks.dtype))
                 if d_weight is not None:
-                    d_weight[columns] += d.t() @ blocks.hidden[rows]
+                    _add_product(d_weight[columns], d.t(), blocks.hidden[rows])
                 if d_bias is not None:
                     d_bias[columns] += d.sum(0)
         d_hidden = d_hidden / ctx.temperature
@@ -240,6 +240,14 @@ class _Blocks:
     def logits(self, rows: slice, columns: slice) -> Float[Tensor, "n v"]:
         logits = (self.hidden[rows] @ self.weight[columns].to(self.dtype).t()).float()
         return logits if self.bias is None else logits.add_(self.bias[columns].float() / self.temperature)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Adds left @ right, in one go where the types allow it."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
 
 
 def _compute_dtype(hidden: Tensor) -> torch.dtype:

@@ -35,7 +35,7 @@ def forward(model: nn.Module, groups: Sequence[Group], context: str) -> States:
         ),
         layout=forest,
     ).last_hidden_state[0]
-    prompt_lengths, branch_lengths = forest.lengths
+    prompt_lengths, branch_lengths = forest.prompts.lengths, forest.branches.lengths
     ends = prompt_lengths.cumsum(0) - 1
     return States(hidden, ends[forest.tree], branch_lengths.cumsum(0) - branch_lengths + prompt_lengths.sum())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import shutil
@@ -37,6 +38,19 @@ def test_a_random_model_climbs_a_dense_reward(tmp_path, name):
     assert last["rows/unscorable"] == last["rows/invalid"] == 0
     names = "step loss grad_norm entropy completion/length completion/truncated groups/zero_variance lr time/rollout"
     assert all(isinstance(last[key], int | float) for key in names.split())
+
+
+def test_what_a_caller_has_loaded_is_collected_again_after_a_run(tmp_path):
+    seen = []
+
+    def reward(completion, answer):
+        seen.append(gc.get_freeze_count())
+        return 1.0 * len(completion)
+
+    before = gc.get_freeze_count()
+    run(tmp_path, reward=reward, steps=1)
+    assert min(seen) > before + 1000
+    assert gc.get_freeze_count() == before
 
 
 def test_sft_learns_given_completions(tmp_path):

@@ -53,6 +53,27 @@ def test_what_begins_early_is_graded_in_batches_and_comes_in_order() -> None:
     reward.close()
 
 
+def test_a_pure_reward_grades_rows_of_one_text_together_and_only_those() -> None:
+    slow = Slow()
+    slow.pure = True  # pyright: ignore[reportAttributeAccessIssue]
+    slow.go.set()
+    reward = AheadReward(slow)
+    for text in ("0", "1", "0"):
+        reward.begin(EXAMPLES[0], text)
+    verdicts = reward([EXAMPLES[0]] * 4 + [EXAMPLES[1]], ["0", "1", "0", "0", "1"])
+    assert [verdict.value for verdict in verdicts] == [1, 0, 1, 1, 1]
+    assert sorted(text for batch in slow.batches for text in batch) == ["0", "1", "1"]
+
+
+def test_graders_are_pure_and_what_users_wrote_is_not(tmp_path) -> None:
+    file = tmp_path / "reward.py"
+    file.write_text("def reward(completion, answer):\n    return 1.0\n")
+    rewards = [build_reward("exact"), build_reward(f"{file}:reward")]
+    for reward in rewards:
+        reward.close()
+    assert [getattr(reward, "pure", False) for reward in rewards] == [True, False]
+
+
 def test_rows_of_one_id_and_text_are_told_apart() -> None:
     slow = Slow()
     slow.go.set()

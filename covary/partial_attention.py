@@ -1,0 +1,262 @@
+"""Attention over some of the keys at a time, put together by their sums of exponentials.
+
+A completion's tokens attend to the prompt, which all completions of a tree share, and to their own completion. Taken
+apart, the first is one product for all tokens of a tree, no prompt is copied, and neither part is padded by the other.
+
+Letters in shapes: N packed tokens, B blocks, Q queries, S keys, H heads, K heads of keys and values, J = H / K, E their
+width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# Scores of a product: bounds the memory, and what is freed is used again (`BLOCK_NUMBERS` of scoring/chunked.py).
+_SCORES = 2**22
+# Queries of a product whose keys end where its queries end.
+_CAUSAL_QUERIES = 128
+
+
+def attend_part(
+    query: Float[Tensor, "B K Q J E"],
+    key: Float[Tensor, "B K S E"],
+    value: Float[Tensor, "B K S E"],
+    mask: Float[Tensor, "b 1 q 1 S"] | None,
+) -> tuple[Float[Tensor, "B K Q J E"], Float[Tensor, "B K Q J"]]:
+    """Attention over some of the keys, and the log of its sum of exponentials, to base 2.
+
+    Powers of 2 are several times faster than those of e on a CPU, above all where they vanish.
+
+    Args:
+        query: times `scale_to_base_2`.
+        key: of this part.
+        value: likewise.
+        mask: of `mask_of`; None where everything is seen.
+    """
+    scores = _scores(query, key, mask)
+    top = scores.amax(-1, keepdim=True)
+    scores = scores.sub_(top).exp2_()
+    total = scores.sum(-1, keepdim=True)
+    out = _product(scores.to(value.dtype), value)
+    return out.div_(total.to(value.dtype)), (top + total.log2()).squeeze(-1)
+
+
+def scale_to_base_2(width: int, scale: float | None) -> float:
+    """What queries are multiplied with, of heads of this width."""
+    return (width**-0.5 if scale is None else scale) * math.log2(math.e)
+
+
+def mask_of(blocked: Bool[Tensor, "*B"]) -> Float[Tensor, "*B"] | None:
+    """To add to scores, from what is not seen; None where everything is.
+
+    Not -inf: a query that sees nothing of a part has to have no weight beside the other part, and not NaN.
+    """
+    if not blocked.any():
+        return None
+    return torch.zeros(blocked.shape, device=blocked.device).masked_fill_(blocked, torch.finfo(torch.float32).min / 2)
+
+
+def add_part(
+    out: Float[Tensor, "*B E"], log_sum: Float[Tensor, "*B"], other: Float[Tensor, "*B E"], other_log_sum: Tensor
+) -> Float[Tensor, "*B E"]:
+    """Attention over the keys of two parts."""
+    share = torch.sigmoid((other_log_sum - log_sum) * math.log(2)).to(out.dtype)
+    return torch.lerp(out, other, share.unsqueeze(-1))
+
+
+def _scores(query: Tensor, key: Tensor, mask: Tensor | None) -> Float[Tensor, "B K Q J S"]:
+    scores = _product(query, key.transpose(-1, -2))
+    scores = scores if scores.dtype == torch.float64 else scores.float()
+    return scores if mask is None else scores.add_(mask)
+
+
+def _product(left: Float[Tensor, "B K Q J m"], right: Float[Tensor, "B K m n"]) -> Float[Tensor, "B K Q J n"]:
+    return (left.flatten(2, 3) @ right).unflatten(2, left.shape[2:4])
+
+
+def _summed(left: Float[Tensor, "B K Q J m"], right: Float[Tensor, "B K Q J n"]) -> Float[Tensor, "B K m n"]:
+    return left.flatten(2, 3).transpose(-1, -2) @ right.flatten(2, 3)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Sequences that follow each other among packed tokens, side by side.
+
+    Attributes:
+        lengths: of the sequences.
+        index: of their tokens among theirs alone. A pad is the sequence's own first token, so that a number that is not
+            finite stays in its sequence.
+    """
+
+    lengths: Int[Tensor, " B"]
+    index: Int[Tensor, "B W"]
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device) -> Blocks:
+        """Of sequences of these lengths."""
+        length = torch.tensor(lengths, device=device, dtype=torch.long)
+        offset = length.cumsum(0) - length
+        index = offset[:, None] + torch.arange(max(lengths, default=0), device=device)
+        pad = offset.clamp(max=max(sum(lengths) - 1, 0))  # an empty sequence at the end has no token of its own
+        return cls(length, index.where(_valid(index.shape[1], length), pad[:, None]))
+
+    @cached_property
+    def valid(self) -> Bool[Tensor, "B W"]:
+        """Which are no pads."""
+        return _valid(self.index.shape[1], self.lengths)
+
+    @cached_property
+    def place(self) -> Int[Tensor, " N"] | None:
+        """Where each packed token lies, flat; None where there are no pads."""
+        return None if self.valid.all() else self.valid.flatten().nonzero()[:, 0]
+
+    def unpack(self, packed: Float[Tensor, "N ..."]) -> Float[Tensor, "B W ..."]:
+        """Side by side."""
+        if self.place is None:
+            return packed.unflatten(0, self.index.shape)
+        return packed.index_select(0, self.index.flatten()).unflatten(0, self.index.shape)
+
+    def pack(self, blocks: Float[Tensor, "B W ..."]) -> Float[Tensor, "N ..."]:
+        """One after the other again."""
+        flat = blocks.flatten(0, 1)
+        return flat if self.place is None else flat.index_select(0, self.place)
+
+
+def _valid(width: int, lengths: Tensor) -> Bool[Tensor, "B W"]:
+    return torch.arange(width, device=lengths.device) < lengths[:, None]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which queries see which keys.
+
+    Attributes:
+        queries: of the sequences whose tokens look.
+        keys: at which they look, block by block.
+        mask: of `mask_of`, (B or 1, 1, Q or 1, 1, S); None where everything is seen.
+        causal: every sequence looks at itself.
+    """
+
+    queries: Blocks
+    keys: Blocks
+    mask: Float[Tensor, "b 1 q 1 S"] | None
+    causal: bool
+
+    def products(self, heads: int) -> Iterator[tuple[slice, slice, slice, Tensor | None]]:
+        """One after the other: its blocks, its queries, its keys and its mask."""
+        (blocks, queries), keys = self.queries.index.shape, self.keys.index.shape[1]
+        step = min(queries, _CAUSAL_QUERIES if self.causal else queries, max(1, _SCORES // (heads * keys)))
+        many = max(1, _SCORES // (heads * step * keys))
+        for block in range(0, blocks, many):
+            for start in range(0, queries, step):
+                q, s = slice(start, start + step), slice(0, start + step if self.causal else keys)
+                b, mask = slice(block, block + many), self.mask
+                if mask is not None:
+                    of_block = b if mask.shape[0] > 1 else slice(None)
+                    mask = mask[of_block, :, q if mask.shape[2] > 1 else slice(None), :, s]
+                yield b, q, s, mask
+
+
+def attend_in_parts(
+    query: Float[Tensor, "N H E"],
+    keys_and_values: Sequence[tuple[Float[Tensor, "M K E"], Float[Tensor, "M K E"]]],
+    parts: Sequence[Part],
+    scale: float | None,
+) -> Float[Tensor, "N H E"]:
+    """Attention of packed tokens over the keys of two parts, each with all queries and with keys of its own."""
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, keys_and_values = query.to(dtype), [(k.to(dtype), v.to(dtype)) for k, v in keys_and_values]
+    return _InParts.apply(query, scale, parts, *(x for pair in keys_and_values for x in pair))  # pyright: ignore[reportReturnType]
+
+
+class _InParts(torch.autograd.Function):
+    """The backward pass computes the scores once more."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Float[Tensor, "N H E"],
+        scale: float | None,
+        parts: Sequence[Part],
+        *keys_and_values: Float[Tensor, "M K E"],
+    ) -> Float[Tensor, "N H E"]:
+        heads, kv = query.shape[1], keys_and_values[0].shape[1]
+        found, factor = [], scale_to_base_2(query.shape[-1], scale)
+        for part, (key, value) in zip(parts, _pairs(keys_and_values), strict=True):
+            q, (k, v) = _queries(part, query * factor, kv), (_keys(part, x) for x in (key, value))
+            out, log_sum = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=_exact(q.dtype))
+            for b, i, j, mask in part.products(heads):
+                out[b, :, i], log_sum[b, :, i] = attend_part(q[b, :, i], k[b, :, j], v[b, :, j], mask)
+            found += [_packed(part, out), _packed(part, log_sum)]
+        out = add_part(*found)
+        ctx.save_for_backward(query, out, torch.logaddexp2(found[1], found[3]), *keys_and_values)
+        ctx.scale, ctx.parts = scale, parts
+        return out.flatten(1, 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        query, out, log_sum, *keys_and_values = ctx.saved_tensors
+        heads, kv, factor = query.shape[1], out.shape[1], scale_to_base_2(query.shape[-1], ctx.scale)
+        d_out = d_out.view_as(out)
+        # How much each token's scores have to rise together is nothing: softmax takes their mean out.
+        mean = (d_out.to(log_sum.dtype) * out).sum(-1)
+        d_query, others = torch.zeros_like(out, dtype=log_sum.dtype), []
+        for part, (key, value) in zip(ctx.parts, _pairs(keys_and_values), strict=True):
+            q, (k, v) = _queries(part, query * factor, kv), (_keys(part, x) for x in (key, value))
+            d_o, means = (_without_pads(part, x) for x in (d_out, mean))
+            sums = _blocks(part, log_sum)
+            d_q, d_k, d_v = (torch.zeros_like(x, dtype=_exact(x.dtype)) for x in (q, k, v))
+            for b, i, j, mask in part.products(heads):
+                weights = _scores(q[b, :, i], k[b, :, j], mask).sub_(sums[b, :, i, :, None]).exp2_()
+                d_scores = _product(d_o[b, :, i], v[b, :, j].transpose(-1, -2)).to(weights.dtype)
+                d_scores = d_scores.sub_(means[b, :, i, :, None]).mul_(weights).to(q.dtype)
+                d_v[b, :, j] += _summed(weights.to(q.dtype), d_o[b, :, i])
+                d_k[b, :, j] += _summed(d_scores, q[b, :, i])
+                d_q[b, :, i] = _product(d_scores, k[b, :, j])
+            d_query += _packed(part, d_q)
+            # The derivative of 2**x has the factor log(2), by which the scaled queries are too large.
+            others += [part.keys.pack(d.transpose(1, 2)).to(key.dtype) for d in (d_k.mul_(math.log(2)), d_v)]
+        return d_query.mul_(factor * math.log(2)).flatten(1, 2).to(query.dtype), None, None, *others
+
+
+def _pairs(values: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    return zip(values[::2], values[1::2], strict=True)
+
+
+def _exact(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _queries(part: Part, query: Float[Tensor, "N H E"], kv: int) -> Float[Tensor, "B K Q J E"]:
+    return _blocks(part, query.unflatten(1, (kv, -1)))
+
+
+def _blocks(part: Part, packed: Float[Tensor, "N K J ..."]) -> Float[Tensor, "B K Q J ..."]:
+    return part.queries.unpack(packed).transpose(1, 2).contiguous()
+
+
+def _without_pads(part: Part, packed: Float[Tensor, "N K J ..."]) -> Float[Tensor, "B K Q J ..."]:
+    """Zeros for pads: what reaches them is not theirs."""
+    blocks = part.queries.unpack(packed)
+    if part.queries.place is not None:
+        blocks = blocks.masked_fill(~part.queries.valid.view(*blocks.shape[:2], *[1] * (blocks.ndim - 2)), 0)
+    return blocks.transpose(1, 2).contiguous()
+
+
+def _keys(part: Part, packed: Float[Tensor, "M K E"]) -> Float[Tensor, "B K S E"]:
+    return part.keys.unpack(packed).transpose(1, 2).contiguous()
+
+
+def _packed(part: Part, blocks: Float[Tensor, "B K Q J ..."]) -> Float[Tensor, "N K J ..."]:
+    return part.queries.pack(blocks.transpose(1, 2))
