@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def covary_side(settings: dict[str, Any]) -> dict[str, Any]:
         # The loop keeps no groups: what was sampled is seen where the rollout engine is shown it.
         sampled: list[list[Any]] = []
         run.rollout.observe = sampled.append
-        loop = import_module("covary.train")
+        loop = import_module("covary.train")  # `covary.train` is the function
         step = loop.train_step
         steps = []
 

@@ -109,7 +109,7 @@ def _teacher(resolved: Resolved, tokenizer: Any, architecture: Any, with_model: 
     try:
         load_tokenizer(name, offline=not with_model)
     except UserError as error:
-        if with_model or name in SHIPPED or Path(model_path(name)).exists():
+        if with_model or name in SHIPPED or Path(name).expanduser().exists():
             raise UserError(str(error).replace("model.name", f"teacher.{key}")) from error
         return [f"note: the teacher {name} is not on this machine: what it reads is not shown"]
     reading = resolved.reading(tokenizer, architecture, offline=not with_model)

@@ -73,7 +73,7 @@ PROVOKED: list[tuple[str, int, dict[str, Any], str]] = [
     ("equal_rewards", 5, {"reward": half}, "every one of 16 completions got reward 0.5,"),
     ("equal_rewards", 5, {"reward": lambda completion, answer: 1.0}, "got reward 1 from the first step on"),
     ("equal_rewards", 5, {"reward": lambda completion, answer: float(answer)}, "the same reward, for each of 4 prompts"),
-    ("old_kl", 3, {"optimizer": {"lr": 0.15, "prompts": 1, "passes": 2}}, r"kl/old is 0\.\d+ nats"),
+    ("old_kl", 3, {"optimizer": {"lr": 0.15, "prompts": 1, "passes": 2}}, r"kl/old is \d+\.\d+ nats"),
     (
         "initial_kl", 3, {"algorithm": {"name": "grpo"}, "optimizer": {"lr": 0.3, "prompts": 1}},
         r"kl/initial is \d.* nats per token",

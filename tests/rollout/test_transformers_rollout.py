@@ -28,6 +28,7 @@ from transformers import (
 
 from covary.engines.local import LocalEngine
 from covary.rollout.decoding import CachedDecoding, SharedDecoding
+from covary.rollout.linear import good_rows
 from covary.rollout.sampling import sample_tokens
 from covary.rollout.transformers import TransformersRollout
 from covary.types import Completion, Example, Group, Request, Sampling, UserError
@@ -150,6 +151,12 @@ def same(first: Completion, second: Completion) -> bool:
 # --- log-probs: the contract with scoring ---------------------------------------------------------
 
 
+@pytest.fixture
+def unpadded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes of as many rows as there are, which a test can count."""
+    monkeypatch.setattr("covary.rollout.decoding.good_rows", lambda rows: rows)
+
+
 @pytest.mark.parametrize("build", [llama, gpt2, qwen2, gemma3])
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
 @pytest.mark.parametrize("kind", [SharedDecoding, CachedDecoding])
@@ -178,7 +185,7 @@ def test_logps_equal_a_plain_forward_at_the_rollout_temperature(
     assert sizes[0] == 4  # each prompt once, then every row that goes on
     going_on = [sum(length > step for length in lengths) for step in range(1, max(lengths))]
     if kind is SharedDecoding:
-        assert sizes[1:] == going_on
+        assert sizes[1:] == [good_rows(rows) for rows in going_on]
     else:
         assert all(needed <= read <= 2 * needed for needed, read in zip(going_on, sizes[1:], strict=True))
     for each in done:
@@ -366,7 +373,7 @@ def test_cache_bytes_bounds_keys_values_and_logits(kind: type, monkeypatch: pyte
     assert max(used) <= cache_bytes
 
 
-def test_rows_that_wait_take_the_places_of_rows_that_finished() -> None:
+def test_rows_that_wait_take_the_places_of_rows_that_finished(unpadded: None) -> None:
     model = llama()
     model.generation_config.eos_token_id = [END, *range(10, VOCABULARY, 12)]
     engine = TransformersRollout(model, TOKENIZER, cache_bytes=400_000)
@@ -398,7 +405,7 @@ def test_more_rows_fit_when_the_long_prompts_are_done() -> None:
         assert_logps_are_the_models(model, each, temperature=1.0)
 
 
-def test_a_prompt_is_read_once_for_all_its_rows_wherever_they_begin() -> None:
+def test_a_prompt_is_read_once_for_all_its_rows_wherever_they_begin(unpadded: None) -> None:
     model = llama()
     engine = TransformersRollout(model, TOKENIZER, cache_bytes=60_000)
     read: list[int] = []

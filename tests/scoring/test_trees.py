@@ -96,16 +96,25 @@ def logps(model: PreTrainedModel, groups: list[Group], layout, context: str = "p
 
 
 def assert_alike(model: PreTrainedModel, groups: list[Group]) -> None:
+    """The same numbers in float64; in float32 as near to them as padded rows are, which round too, and 1e-5."""
     weights = torch.randn(sum(len(row.tokens) for group in groups for row in group.completions))
-    results = []
-    for layout in (padded, trees):
+
+    def values_and_gradient(layout) -> tuple[torch.Tensor, torch.Tensor]:
         model.zero_grad()
         values = logps(model, groups, layout)
         (values * weights).sum().backward()
         gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-        results.append((values.detach(), gradient))
-    (plain, plain_gradient), (packed, packed_gradient) = results
-    torch.testing.assert_close(packed, plain, atol=1e-5, rtol=0)
+        return values.detach().double(), gradient.double()
+
+    (plain, plain_gradient), (packed, packed_gradient) = map(values_and_gradient, (padded, trees))
+    try:
+        model.double()
+        (exact, exact_gradient), (exact_packed, exact_packed_gradient) = map(values_and_gradient, (padded, trees))
+    finally:
+        model.float()
+    torch.testing.assert_close(exact_packed, exact, atol=0, rtol=3e-7)  # log-probs are float32
+    torch.testing.assert_close(packed, exact, atol=1e-5 + float((plain - exact).abs().max()), rtol=0)
+    assert float((exact_packed_gradient - exact_gradient).norm() / exact_gradient.norm()) < 1e-6
     assert float((packed_gradient - plain_gradient).norm() / plain_gradient.norm()) < 1e-5
 
 
