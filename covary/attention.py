@@ -27,6 +27,8 @@ PACKED = "covary_packed"
 # By which packed and plain numbers of a model may differ, relative to their size: rounding is a hundred times
 # smaller in float32 (eight bits less in bfloat16), a wrong mask or position is far larger.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
+# Mean tokens of a branch up to which products of parts are faster than a CPU's fused kernel (benchmarks/attention.py).
+_SHORT = 12
 
 
 class Layout(Protocol):
@@ -175,7 +177,8 @@ class Forest:
         prompts = self.prompts.pack(_attend(*blocks, self._prompt_mask(query.dtype, window), scale))
         if not self.sizes[1]:
             return prompts
-        attend = self._in_parts if query.device.type == "cpu" else self._at_once
+        short = self.sizes[1] <= _SHORT * len(self.tree)
+        attend = self._in_parts if short and query.device.type == "cpu" else self._at_once
         return torch.cat([prompts, attend(of_prompts, of_branches, scale, window)])
 
     def _in_parts(

@@ -44,6 +44,13 @@ def forests(draw):
     return prompts, branches, tree
 
 
+def attend_only(way: str, patch: pytest.MonkeyPatch) -> None:
+    """Branches take one of the two ways, whatever their length."""
+    one = getattr(Forest, way)
+    patch.setattr(Forest, "_in_parts", one)
+    patch.setattr(Forest, "_at_once", one)
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     forests(),
@@ -65,7 +72,7 @@ def test_values_and_gradients_are_those_of_dense_attention(forest, window, scale
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(partial_attention, "_SCORES", scores)
         patch.setattr(partial_attention, "_CAUSAL_QUERIES", queries)
-        patch.setattr(Forest, "_in_parts", getattr(Forest, way))
+        attend_only(way, patch)
         found = Forest.of(prompts, branches, tree, torch.device("cpu")).attend(
             torch.nn.Identity(), *tensors, scale, window
         )
@@ -75,7 +82,9 @@ def test_values_and_gradients_are_those_of_dense_attention(forest, window, scale
     torch.testing.assert_close(gradients, torch.autograd.grad(expected, tensors, outer), rtol=1e-9, atol=1e-9)
 
 
-def test_a_value_that_is_not_finite_stays_in_its_branch():
+@pytest.mark.parametrize("way", ["_in_parts", "_at_once"])
+def test_a_value_that_is_not_finite_stays_in_its_branch(way, monkeypatch):
+    attend_only(way, monkeypatch)
     prompts, branches, tree = [3, 2], [4, 2, 3], [0, 0, 1]
     draw = torch.Generator().manual_seed(0)
     tensors = [torch.randn(14, heads, E, generator=draw) for heads in (H, K, K)]
