@@ -92,12 +92,21 @@ def _tokenizer(config: RunConfig, with_model: bool, screen: Screen) -> Any | Non
     try:
         return load_tokenizer(config.model.name, config.model.trust_remote_code, offline=not with_model)
     except UserError:
-        if with_model or config.model.name in SHIPPED or Path(model_path(config.model.name)).exists():
-            raise  # a folder or file that is there must be right; a hub id may be absent
+        if with_model or not _is_absent(config.model.name):
+            raise
         screen.say(
             f"note: {config.model.name} is not on this machine: prompts are shown as messages, their lengths not checked"
         )
         return None
+
+
+def _is_absent(name: str) -> bool:
+    """Whether it is not on this machine and need not be: a hub id, or a GGUF file. What is there must be right."""
+    try:
+        return name not in SHIPPED and not Path(model_path(name)).exists()
+    except UserError:  # no such file or folder, or one that holds no model
+        path = Path(name).expanduser()
+        return path.suffix == ".gguf" and not path.exists()
 
 
 def _teacher(resolved: Resolved, tokenizer: Any, architecture: Any, with_model: bool) -> list[str]:
@@ -109,7 +118,7 @@ def _teacher(resolved: Resolved, tokenizer: Any, architecture: Any, with_model: 
     try:
         load_tokenizer(name, offline=not with_model)
     except UserError as error:
-        if with_model or name in SHIPPED or Path(name).expanduser().exists():
+        if with_model or not _is_absent(name):
             raise UserError(str(error).replace("model.name", f"teacher.{key}")) from error
         return [f"note: the teacher {name} is not on this machine: what it reads is not shown"]
     reading = resolved.reading(tokenizer, architecture, offline=not with_model)

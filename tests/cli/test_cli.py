@@ -137,6 +137,22 @@ def test_check(call, recipe, model, tmp_path):
     assert "model.name: 'm'" in err
 
 
+@pytest.mark.parametrize("key", ["model.name", "teacher.model"])
+def test_a_check_without_the_model_needs_no_hub_id_and_no_gguf_file_but_a_folder(call, tmp_path, monkeypatch, key):
+    monkeypatch.chdir(tmp_path)
+    for absent in ("nobody/nowhere", "models/nowhere.gguf"):
+        code, out, err = call("check", "distill_quickstart", "--no-model", f"{key}={absent}")
+        assert code == 0, err
+        assert f"{absent} is not on this machine" in out
+    code, _, err = call("check", "distill_quickstart", "--no-model", f"{key}=./nothere")
+    assert code == 2
+    assert f"{key}: no folder ./nothere" in err
+    (tmp_path / "broken.gguf").write_bytes(b"no model")
+    code, _, err = call("check", "distill_quickstart", "--no-model", f"{key}=broken.gguf")
+    assert code == 2
+    assert f"{key}: " in err
+
+
 def test_check_reports_a_chat_template_whose_end_ends_nothing(call, recipe, tmp_path):
     other = save_with_another_end(tmp_path / "other")
     code, out, err = call("check", recipe, f"model.name={other}", "--no-model")
