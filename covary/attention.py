@@ -29,6 +29,8 @@ PACKED = "covary_packed"
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 # Mean tokens of a branch up to which products of parts are faster than a CPU's fused kernel (benchmarks/attention.py).
 _SHORT = 12
+# Calls of the kernel for branches of different lengths; each takes as long as some padding.
+_MOST_BUNCHES = 3
 
 
 class Layout(Protocol):
@@ -144,6 +146,8 @@ class Forest:
         branches: in the order of their trees.
         crowns: the branches of each tree as one sequence.
         tree: the prompt of each branch.
+        bunches: branches of similar length, and the prompt of each: attention pads those of one alone.
+        order: where each packed token of the branches lies among those of all bunches, one after the other.
         sizes: packed tokens of all prompts, and of all branches.
     """
 
@@ -151,6 +155,8 @@ class Forest:
     branches: Blocks
     crowns: Blocks
     tree: Int[Tensor, " R"]
+    bunches: Sequence[tuple[Blocks, Int[Tensor, " r"]]]
+    order: Int[Tensor, " N"]
     sizes: tuple[int, int]
     _masks: dict[Any, Any] = field(default_factory=dict)  # the layers of a model share them
 
@@ -160,13 +166,13 @@ class Forest:
         crowns = [0] * len(prompts)
         for prompt, length in zip(tree, branches, strict=True):
             crowns[prompt] += length
-        return cls(
-            Blocks.of(prompts, device),
-            Blocks.of(branches, device),
-            Blocks.of(crowns, device),
-            torch.tensor(tree, device=device, dtype=torch.long),
-            (sum(prompts), sum(branches)),
-        )
+        blocks, trees = Blocks.of(branches, device), torch.tensor(tree, device=device, dtype=torch.long)
+        bunches = [
+            (blocks.of_some(rows, max(branches[row] for row in rows)), trees[rows]) for rows in _bunches(branches)
+        ]
+        order = torch.cat([bunch.index[bunch.valid] for bunch, _ in bunches] or [trees]).argsort()
+        sizes = sum(prompts), sum(branches)
+        return cls(Blocks.of(prompts, device), blocks, Blocks.of(crowns, device), trees, bunches, order, sizes)
 
     def attend(
         self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
@@ -174,7 +180,7 @@ class Forest:
         """See `Layout.attend`."""
         of_prompts, of_branches = zip(*(x.split(self.sizes) for x in (query, key, value)), strict=True)
         blocks = [self.prompts.unpack(x) for x in of_prompts]
-        prompts = self.prompts.pack(_attend(*blocks, self._prompt_mask(query.dtype, window), scale))
+        prompts = self.prompts.pack(attend_densely(*blocks, self._prompt_mask(query.dtype, window), scale))
         if not self.sizes[1]:
             return prompts
         short = self.sizes[1] <= _SHORT * len(self.tree)
@@ -191,11 +197,14 @@ class Forest:
     def _at_once(
         self, of_prompts: tuple[Tensor, ...], of_branches: tuple[Tensor, ...], scale: float | None, window: int | None
     ) -> Tensor:
-        """Attention of the branches in one call of a fused kernel, each with a copy of its prompt's keys."""
-        query, *own = (self.branches.unpack(x) for x in of_branches)
-        prompts = [self.prompts.unpack(x)[self.tree] for x in of_prompts[1:]]
-        keys_and_values = [torch.cat(both, dim=1) for both in zip(prompts, own, strict=True)]
-        return self.branches.pack(_attend(query, *keys_and_values, self._branch_mask(query.dtype, window), scale))
+        """Attention of the branches in calls of a fused kernel, each branch with a copy of its prompt's keys."""
+        prompts, outs = [self.prompts.unpack(x) for x in of_prompts[1:]], []
+        for bunch, (branches, tree) in enumerate(self.bunches):
+            query, *own = (branches.unpack(x) for x in of_branches)
+            keys, values = (torch.cat([x[tree], y], dim=1) for x, y in zip(prompts, own, strict=True))
+            mask = self._branch_mask(bunch, query.dtype, window)
+            outs.append(branches.pack(attend_densely(query, keys, values, mask, scale)))
+        return outs[0] if len(outs) == 1 else torch.cat(outs).index_select(0, self.order)
 
     def _prompt_mask(self, dtype: torch.dtype, window: int | None) -> Float[Tensor, "1 1 P P"] | None:
         """To add to attention scores; None where plain causal attention is right."""
@@ -203,19 +212,20 @@ class Forest:
         if window is None or width <= window:
             return None
         return self._once(
-            ("prompt", dtype, window), lambda: _to_add(_causal(width, width, self.tree.device, window)[None], dtype)
+            ("prompt", dtype, window), lambda: to_add(_causal(width, width, self.tree.device, window)[None], dtype)
         )
 
-    def _branch_mask(self, dtype: torch.dtype, window: int | None) -> Float[Tensor, "R 1 T P+T"]:
+    def _branch_mask(self, bunch: int, dtype: torch.dtype, window: int | None) -> Float[Tensor, "r 1 T P+T"]:
         """To add to attention scores."""
 
         def mask() -> Tensor:
-            width = self.branches.index.shape[1]
-            prompt = self._sees_prompt(self.branches, self.tree, window).expand(-1, width, -1)
-            own = _causal(width, width, self.tree.device, window).expand(len(self.tree), -1, -1)
-            return _to_add(torch.cat([prompt, own], dim=-1), dtype)
+            branches, tree = self.bunches[bunch]
+            width = branches.index.shape[1]
+            prompt = self._sees_prompt(branches, tree, window).expand(-1, width, -1)
+            own = _causal(width, width, tree.device, window).expand(len(tree), -1, -1)
+            return to_add(torch.cat([prompt, own], dim=-1), dtype)
 
-        return self._once(("branch", dtype, window), mask)
+        return self._once(("branch", bunch, dtype, window), mask)
 
     def _parts(self, window: int | None) -> tuple[Part, Part]:
         """What branches see of themselves, and of their prompts."""
@@ -253,13 +263,24 @@ class Forest:
         return self._masks[name]
 
 
-def _attend(
+def _bunches(lengths: Sequence[int]) -> list[list[int]]:
+    """Which branches are padded together: the longest with those of more than half its length, and so on, thrice."""
+    longest = max(lengths, default=0)
+    bunches: list[list[int]] = [[] for _ in range(_MOST_BUNCHES)]
+    for row, length in enumerate(lengths):
+        halves = _MOST_BUNCHES if not length else (longest // length).bit_length() - 1
+        bunches[min(halves, _MOST_BUNCHES - 1)].append(row)
+    return [rows for rows in bunches if rows]
+
+
+def attend_densely(
     query: Float[Tensor, "B Q H E"],
     key: Float[Tensor, "B S K E"],
     value: Float[Tensor, "B S K E"],
     mask: Tensor | None,
     scale: float | None,
 ) -> Float[Tensor, "B Q H E"]:
+    """One call of a fused kernel for sequences side by side; `mask` as of `to_add`, or None for plain causal attention."""
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     out = scaled_dot_product_attention(
         query,
@@ -278,5 +299,6 @@ def _causal(queries: int, keys: int, device: torch.device, window: int | None) -
     return (away >= 0) if window is None else (away >= 0) & (away < window)
 
 
-def _to_add(sees: Bool[Tensor, "B Q S"], dtype: torch.dtype) -> Float[Tensor, "B 1 Q S"]:
+def to_add(sees: Bool[Tensor, "B Q S"], dtype: torch.dtype) -> Float[Tensor, "B 1 Q S"]:
+    """What to add to attention scores."""
     return torch.zeros(sees.shape, dtype=dtype, device=sees.device).masked_fill(~sees, -torch.inf)[:, None]

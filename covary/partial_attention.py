@@ -109,6 +109,11 @@ class Blocks:
         pad = offset.clamp(max=max(sum(lengths) - 1, 0))  # an empty sequence at the end has no token of its own
         return cls(length, index.where(_valid(index.shape[1], length), pad[:, None]))
 
+    def of_some(self, sequences: Sequence[int], longest: int) -> Blocks:
+        """Of some of the sequences, none of them longer than `longest`; packed tokens are still those of all."""
+        rows = torch.tensor(sequences, device=self.index.device, dtype=torch.long)
+        return Blocks(self.lengths[rows], self.index[rows, :longest])
+
     @cached_property
     def valid(self) -> Bool[Tensor, "B W"]:
         """Which are no pads."""
@@ -121,7 +126,7 @@ class Blocks:
 
     def unpack(self, packed: Float[Tensor, "N ..."]) -> Float[Tensor, "B W ..."]:
         """Side by side."""
-        if self.place is None:
+        if self.place is None and len(packed) == self.index.numel():
             return packed.unflatten(0, self.index.shape)
         return packed.index_select(0, self.index.flatten()).unflatten(0, self.index.shape)
 

@@ -2,8 +2,8 @@
 
 `SharedDecoding` is for every model that attends as a layout says: a prompt is read once however many rows continue it,
 its keys and values exist once, and rows join and leave at any time. `CachedDecoding` is for the others: every row has its
-own copy of its prompt's cache, and no row joins late. Letters in shapes: R rows, P distinct prompts, W the longest, N the
-most rows of one prompt, T tokens of a completion, V vocabulary, H heads, K heads of keys and values, E their width.
+own copy of its prompt's cache, and no row joins late. Letters in shapes: R rows, P distinct prompts, W the longest, V
+vocabulary, K heads of keys and values, E their width.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from covary.attention import Forest, packed_inputs, use_packed
-from covary.partial_attention import add_part, attend_part, mask_of, scale_to_base_2
 from covary.rollout.linear import good_rows
 from covary.rollout.requests import Asked
+from covary.rollout.steps import Cache, CopiedPrompts, SharedPrompts, Step
 from covary.types import Example, Finish, Request
 
 if TYPE_CHECKING:  # transformers takes seconds to import, in which `covary check` has other work to do
@@ -32,6 +32,8 @@ if TYPE_CHECKING:  # transformers takes seconds to import, in which `covary chec
 _SAMPLING_BYTES = 12
 # Packed prompt tokens of one forward pass: bounds its activations.
 _PREFILL_TOKENS = 2**13
+# Tokens of the longest prompt up to which every row has a copy of its own.
+_SHORT_PROMPT = 128
 
 
 @dataclass
@@ -106,73 +108,73 @@ def model_bytes(model: PreTrainedModel, autocast: torch.dtype | None) -> tuple[i
     return 2 * config.num_hidden_layers * heads * head_dim * itemsize, _SAMPLING_BYTES * config.vocab_size
 
 
-@dataclass
-class _Layer:
-    """Keys and values of one layer."""
-
-    prompt_key: Tensor  # (P, K, W, E)
-    prompt_value: Tensor
-    key: Tensor | None = None  # (slots, K, T, E), of completions
-    value: Tensor | None = None
-
-
 class SharedDecoding:
     """Every row's newest token, as one packed sequence; a layout of `covary/attention.py`.
 
-    A token attends to its prompt together with all other rows of that prompt (one product per prompt), to its own
-    completion, and the two parts are weighted by their sums of exponentials: the softmax over both.
+    A prompt is read once. What its rows then see of it is said in `steps.py`: its keys, or where it is short a copy.
     """
 
     flexible = True
 
     def __init__(
-        self, model: PreTrainedModel, prompt: Prompt, max_tokens: int, autocast: torch.dtype | None = None
+        self,
+        model: PreTrainedModel,
+        prompt: Prompt,
+        longest: int,
+        max_tokens: int,
+        autocast: torch.dtype | None = None,
     ) -> None:
         """No rows yet.
 
         Args:
             model: a transformers causal language model for which `decoding_of` gives this class.
             prompt: of a row, as this model reads it.
+            longest: tokens of the longest prompt that any row will have.
             max_tokens: of a completion, at most.
             autocast: compute type of the passes, for `bytes`; None for the model's own.
         """
         self.model = model
         self.logits = torch.empty(0)
         self._prompt = prompt
+        self._front = longest if longest <= _SHORT_PROMPT else 0  # places before a row's own tokens, for its prompt
         self._max_tokens = max_tokens
         self._bytes = model_bytes(model, autocast)
-        self._layers: dict[nn.Module, _Layer] = {}
-        self._slots = 0  # rows that the caches of completions have room for
+        self._caches: dict[nn.Module, Cache] = {}
+        self._slots = 0  # rows that the caches have room for
         self._prompts: list[tuple[int, ...]] = []
         self._after = torch.empty(0)  # (P, V), logits after each prompt
         self._tree: list[int] = []  # the prompt of each row
         self._read: list[int] = []  # tokens of its completion that each row has read
         self._prefill: tuple[Forest, dict[nn.Module, list[tuple[Tensor, Tensor]]]] | None = None
-        self._step: _Step | None = None
+        self._step: Step | None = None
+        self._newest: tuple[Any, ...] = ()  # where the newest token of each row lies in the caches
 
     def bytes(self, rows: Sequence[Row]) -> int:
         """See `Decoding`."""
         prompts = {self._prompt(row) for row in rows}
         slots = max(self._slots, len(rows))
-        tokens = slots * self._max_tokens + len(prompts) * max(map(len, prompts), default=0)
+        tokens = slots * (self._front + self._max_tokens) + len(prompts) * max(map(len, prompts), default=0)
         return self._bytes[0] * tokens + self._bytes[1] * len(rows)
 
     def join(self, rows: Sequence[Row]) -> None:
         """See `Decoding`."""
-        self._make_room(len(self._tree) + len(rows))
         self._keep_prompts()
         prompts = [self._prompt(row) for row in rows]
         known = {prompt: index for index, prompt in enumerate(self._prompts)}
         self._read_prompts([prompt for prompt in dict.fromkeys(prompts) if prompt not in known])
         known = {prompt: index for index, prompt in enumerate(self._prompts)}
         new = [known[prompt] for prompt in prompts]
-        after = self._after[torch.tensor(new, device=self._after.device)]
+        of_new = torch.tensor(new, device=self._after.device)
+        after = self._after[of_new]
         self.logits = torch.cat([self.logits, after]) if self._tree else after
-        for layer in self._layers.values():
-            # What is not read yet has weight 0, and 0 times what a row before left there may be NaN.
-            for cache in (layer.key, layer.value):
-                if cache is not None:
-                    cache[len(self._tree) : len(self._tree) + len(new)] = 0
+        first, end = len(self._tree), len(self._tree) + len(new)
+        self._make_room(end)
+        for cache in self._caches.values():
+            for of_prompts, of_rows in ((cache.prompt_key, cache.key), (cache.prompt_value, cache.value)):
+                # What is not read yet has weight 0, and 0 times what a row before left there may be NaN.
+                of_rows[first:end] = 0
+                if self._front:
+                    of_rows[first:end, :, : of_prompts.shape[2]] = of_prompts[of_new]
         self._tree += new
         self._read += [0] * len(new)
 
@@ -180,11 +182,10 @@ class SharedDecoding:
         """See `Decoding`. Costs a copy of the rows whose place changes."""
         new = [place for place, row in enumerate(rows) if place != row]
         if new:
-            old, read = [rows[place] for place in new], max(self._read)
-            for layer in self._layers.values():
-                for cache in (layer.key, layer.value):
-                    if cache is not None:
-                        cache[new, :, :read] = cache[old, :, :read]
+            old, read = [rows[place] for place in new], self._front + max(self._read)
+            for cache in self._caches.values():
+                for of_rows in (cache.key, cache.value):
+                    of_rows[new, :, :read] = of_rows[old, :, :read]
         self._tree = [self._tree[row] for row in rows]
         self._read = [self._read[row] for row in rows]
         if 2 * len(set(self._tree)) <= len(self._prompts):
@@ -192,9 +193,17 @@ class SharedDecoding:
 
     def step(self, tokens: Tensor) -> None:
         """See `Decoding`."""
-        device = self.model.device
-        self._step = _Step.of(self._tree, self._read, [len(prompt) for prompt in self._prompts], device)
-        rows = len(self._tree)
+        device, rows = self.model.device, len(self._tree)
+        given = (self._tree, self._read, [len(prompt) for prompt in self._prompts])
+        if self._front:
+            self._step = CopiedPrompts.of(*given, self._front, device)
+        else:
+            self._step = SharedPrompts.of(*given, device)
+        if len(set(self._read)) == 1:  # as long as none has joined later: a slice is written faster
+            self._newest = (slice(rows), slice(None), self._front + self._read[0])
+        else:
+            places = torch.tensor(self._read, device=device) + self._front
+            self._newest = (torch.arange(rows, device=device), slice(None), places)
         more = (0, good_rows(rows) - rows)  # padded once, and not in every product
         self.logits = self._forward(pad(tokens.to(device), more), pad(self._step.position, more))[:rows]
         self._step = None
@@ -210,37 +219,27 @@ class SharedDecoding:
             blocks[layer].append((keys, values))
             return forest.attend(layer, query, key, value, scale, window)
         assert self._step is not None
-        rows = len(self._tree)
-        out = self._step.attend(self._written(layer, key[:rows], value[:rows]), query[:rows], scale, window)
-        return pad(out, (0, 0, 0, 0, 0, len(query) - rows))
-
-    def _written(self, layer: nn.Module, key: Tensor, value: Tensor) -> _Layer:
-        """The layer's cache, with the rows' newest keys and values (R, K, E)."""
-        cache, step = self._layers[layer], self._step
-        assert step is not None
-        if cache.key is None or cache.value is None:
-            shape = (self._slots, key.shape[1], self._max_tokens - 1, key.shape[2])
-            cache.key, cache.value = key.new_zeros(shape), value.new_zeros(shape)
-        cache.key[step.row, :, step.read] = key
-        cache.value[step.row, :, step.read] = value
-        return cache
+        rows, cache = len(self._tree), self._caches[layer]
+        cache.key[self._newest], cache.value[self._newest] = key[:rows], value[:rows]
+        out = self._step.attend(cache, query[:rows], scale, window)
+        return out if rows == len(query) else pad(out, (0, 0, 0, 0, 0, len(query) - rows))
 
     def _make_room(self, rows: int) -> None:
         more = rows - self._slots
         if more <= 0:
             return
         self._slots = rows
-        for layer in self._layers.values():
-            if layer.key is not None and layer.value is not None:
-                layer.key, layer.value = (
-                    torch.cat([cache, cache.new_zeros(more, *cache.shape[1:])]) for cache in (layer.key, layer.value)
-                )
+        for cache in self._caches.values():
+            cache.key, cache.value = (
+                torch.cat([of_rows, of_rows.new_empty(more, *of_rows.shape[1:])])
+                for of_rows in (cache.key, cache.value)
+            )
 
     def _read_prompts(self, prompts: Sequence[tuple[int, ...]]) -> None:
         """Their keys, values and last logits join those of the prompts that are there."""
         device = self.model.device
         blocks: dict[nn.Module, list[tuple[Tensor, Tensor]]] = defaultdict(list)
-        for layer, cache in self._layers.items():
+        for layer, cache in self._caches.items():
             blocks[layer].append((cache.prompt_key, cache.prompt_value))
         after = [self._after] if self._prompts else []
         for part in _parts(prompts, _PREFILL_TOKENS):
@@ -255,9 +254,16 @@ class SharedDecoding:
             self._after = torch.cat(after)
         self._prompts += prompts
         for layer, found in blocks.items():
-            keys, values = zip(*found, strict=True)
-            cache = self._layers.setdefault(layer, _Layer(keys[0], values[0]))
-            cache.prompt_key, cache.prompt_value = _stack(keys), _stack(values)
+            key, value = (_stack(both) for both in zip(*found, strict=True))
+            if layer in self._caches:
+                self._caches[layer].prompt_key, self._caches[layer].prompt_value = key, value
+            else:
+                self._caches[layer] = Cache(key, value, self._no_rows(key), self._no_rows(value))
+
+    def _no_rows(self, of_prompts: Tensor) -> Tensor:
+        """A cache of rows, as yet without any."""
+        _, kv, _, width = of_prompts.shape
+        return of_prompts.new_empty(self._slots, kv, self._front + self._max_tokens - 1, width)
 
     def _keep_prompts(self) -> None:
         """Forget prompts that no row reads, but the newest: rows that come may continue it."""
@@ -270,93 +276,14 @@ class SharedDecoding:
         index = torch.tensor(used, device=self._after.device, dtype=torch.long)
         self._after = self._after[index]
         width = max(map(len, self._prompts), default=0)
-        for layer in self._layers.values():
-            layer.prompt_key, layer.prompt_value = (
-                block[:, :, :width][index] for block in (layer.prompt_key, layer.prompt_value)
+        for cache in self._caches.values():
+            cache.prompt_key, cache.prompt_value = (
+                block[:, :, :width][index] for block in (cache.prompt_key, cache.prompt_value)
             )
 
     def _forward(self, tokens: Tensor, positions: Tensor, **more: Tensor) -> Tensor:
         inputs = packed_inputs(tokens, positions, self.model.device)
         return self.model(**inputs, layout=self, **more).logits[0]
-
-
-@dataclass(frozen=True)
-class _Step:
-    """What the newest tokens of all rows see; the layers of a model share it.
-
-    Attributes:
-        row: 0 ... R - 1.
-        read: tokens of its completion that each row has read before.
-        position: of the new token.
-        prompt_length: (P,).
-        members: the rows of each prompt; 0 stands where there are fewer.
-        place: where each row is among them, flat.
-        longest: tokens that the row with most of them has read, the new one included.
-    """
-
-    row: Tensor  # (R,)
-    read: Tensor  # (R,)
-    position: Tensor  # (R,)
-    prompt_length: Tensor  # (P,)
-    members: Tensor  # (P, N)
-    place: Tensor  # (R,)
-    longest: int
-    _masks: dict[tuple[str, int | None], Tensor | None] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, tree: Sequence[int], read: Sequence[int], prompts: Sequence[int], device: torch.device) -> _Step:
-        """From the prompt of each row, the tokens it has read, and the lengths of the prompts."""
-        rows_of: list[list[int]] = [[] for _ in prompts]
-        for row, prompt in enumerate(tree):
-            rows_of[prompt].append(row)
-        most = max(map(len, rows_of))
-        place = [0] * len(tree)
-        for prompt, rows in enumerate(rows_of):
-            for nth, row in enumerate(rows):
-                place[row] = prompt * most + nth
-        members = [rows + [0] * (most - len(rows)) for rows in rows_of]
-        position = [prompts[prompt] + count for prompt, count in zip(tree, read, strict=True)]
-        numbers = (range(len(tree)), read, position, prompts, members, place)
-        return cls(*(torch.tensor(x, device=device) for x in numbers), longest=max(read) + 1)
-
-    def attend(self, cache: _Layer, query: Tensor, scale: float | None, window: int | None) -> Tensor:
-        """Attention (R, H, E) of the rows' new tokens."""
-        rows, heads, width = query.shape
-        assert cache.key is not None
-        assert cache.value is not None
-        kv = cache.key.shape[1]
-        query = (query * scale_to_base_2(width, scale)).view(rows, kv, -1, width)  # (R, K, J, E)
-        own = attend_part(
-            query[:, :, None],
-            cache.key[:rows, :, : self.longest],
-            cache.value[:rows, :, : self.longest],
-            self._mask_of("own", window),
-        )
-        of_prompts = query[self.members].transpose(1, 2)  # (P, K, N, J, E)
-        shared = attend_part(of_prompts, cache.prompt_key, cache.prompt_value, self._mask_of("prompt", window))
-        # (P, K, N, J, ...) -> (R, K, 1, J, ...)
-        of_rows = (x.transpose(1, 2).flatten(0, 1)[self.place].unsqueeze(2) for x in shared)
-        return add_part(*own, *of_rows).view(rows, heads, width)
-
-    def _mask_of(self, part: str, window: int | None) -> Tensor | None:
-        """What to add to the scores of a part."""
-        if (part, window) not in self._masks:
-            self._masks[part, window] = mask_of(
-                self._unseen_own(window) if part == "own" else self._unseen_prompt(window)
-            )
-        return self._masks[part, window]
-
-    def _unseen_own(self, window: int | None) -> Tensor:
-        away = self.read[:, None] - torch.arange(self.longest, device=self.read.device)
-        blocked = (away < 0) if window is None else (away < 0) | (away >= window)
-        return blocked[:, None, None, None]
-
-    def _unseen_prompt(self, window: int | None) -> Tensor:
-        token = torch.arange(int(self.prompt_length.max()), device=self.read.device)
-        blocked = (token >= self.prompt_length[:, None])[:, None]  # (P, 1, W)
-        if window is not None:
-            blocked = blocked | (self.position[self.members][..., None] - token >= window)
-        return blocked[:, None, :, None]
 
 
 def _parts(prompts: Sequence[tuple[int, ...]], limit: int) -> Iterator[list[tuple[int, ...]]]:
@@ -383,9 +310,14 @@ class CachedDecoding:
     flexible = False
 
     def __init__(
-        self, model: PreTrainedModel, prompt: Prompt, max_tokens: int, autocast: torch.dtype | None = None
+        self,
+        model: PreTrainedModel,
+        prompt: Prompt,
+        longest: int,
+        max_tokens: int,
+        autocast: torch.dtype | None = None,
     ) -> None:
-        """No rows yet; arguments as of `SharedDecoding`, but any model."""
+        """No rows yet; arguments as of `SharedDecoding`, but any model. `longest` is not read."""
         self.model = model
         self.logits = torch.empty(0)
         self._prompt = prompt
@@ -453,7 +385,7 @@ def _cache_argument() -> str:
 
 
 def _difference(model: PreTrainedModel) -> float:
-    """Root mean square difference of the logits of decoded and of plainly read rows, relative."""
+    """Root mean square difference of the logits of decoded and of plainly read rows, relative, with prompts shared or copied."""
     draw = torch.Generator().manual_seed(0)
     vocabulary = model.get_input_embeddings().weight.shape[0]  # pyright: ignore[reportCallIssue]
 
@@ -465,13 +397,8 @@ def _difference(model: PreTrainedModel) -> float:
         Row(Asked(Example("", ""), {"prompt": prompts[tree]}, Request(1), 0), np.random.default_rng(0))
         for tree in (0, 1, 0)
     ]
-    decoding = SharedDecoding(model, lambda row: row.asked.prompt, steps + 1)
-    decoding.join(rows)
-    for _ in range(steps):
-        tokens = ids(len(rows))
-        for row, token in zip(rows, tokens, strict=True):
-            row.tokens.append(token)
-        decoding.step(torch.tensor(tokens))
+    for row in rows:
+        row.tokens += ids(steps)
     expected = [
         model(input_ids=torch.tensor([[*row.asked.prompt, *row.tokens]], device=model.device), use_cache=False).logits[
             0, -1
@@ -479,4 +406,16 @@ def _difference(model: PreTrainedModel) -> float:
         for row in rows
     ]
     plain = torch.stack(expected).double()
-    return float((decoding.logits.double() - plain).norm() / plain.norm())
+    return max(
+        float((_decoded(model, rows, longest).double() - plain).norm() / plain.norm())
+        for longest in (max(map(len, prompts)), _SHORT_PROMPT + 1)
+    )
+
+
+def _decoded(model: PreTrainedModel, rows: Sequence[Row], longest: int) -> Tensor:
+    """Logits after the last token of rows that are as long as each other."""
+    decoding = SharedDecoding(model, lambda row: row.asked.prompt, longest, len(rows[0].tokens) + 1)
+    decoding.join(rows)
+    for tokens in zip(*(row.tokens for row in rows), strict=True):
+        decoding.step(torch.tensor(tokens))
+    return decoding.logits

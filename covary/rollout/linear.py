@@ -79,5 +79,7 @@ def good_rows(rows: int) -> int:
 
     The library keeps code and buffers for every number of rows that it has met: its memory would grow with a run's steps.
     """
+    if rows <= 8:
+        return 1 << (rows - 1).bit_length()
     step = 8 if rows <= 64 else 32
     return rows + -rows % step

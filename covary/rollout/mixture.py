@@ -53,13 +53,14 @@ class MixtureRollout(TransformersRollout):
     def _models(self) -> list[PreTrainedModel]:
         return [self.model, self.teacher]
 
-    def _begin(self, sampling: Sampling) -> Decoding:
+    def _begin(self, rows: Sequence[Row], sampling: Sampling) -> Decoding:
         def read_by_teacher(row: Row) -> tuple[int, ...]:
             return row.asked.contexts[self.teacher_context]
 
+        longest = max(len(read_by_teacher(row)) for row in rows)
         return _Mixture(
-            super()._begin(sampling),
-            self._decoding_of_teacher(self.teacher, read_by_teacher, sampling.max_tokens, self.autocast),
+            super()._begin(rows, sampling),
+            self._decoding_of_teacher(self.teacher, read_by_teacher, longest, sampling.max_tokens, self.autocast),
             sampling.temperature,
         )
 

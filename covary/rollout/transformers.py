@@ -140,9 +140,10 @@ class TransformersRollout:
         """Those whose passes make a sample."""
         return [self.model]
 
-    def _begin(self, sampling: Sampling) -> Decoding:
-        """A decoding whose logits, at a row's temperature, are the distribution to sample from."""
-        return self._decoding(self.model, lambda row: row.asked.prompt, sampling.max_tokens, self.autocast)
+    def _begin(self, rows: Sequence[Row], sampling: Sampling) -> Decoding:
+        """A decoding of these rows whose logits, at a row's temperature, are the distribution to sample from."""
+        longest = max(len(row.asked.prompt) for row in rows)
+        return self._decoding(self.model, lambda row: row.asked.prompt, longest, sampling.max_tokens, self.autocast)
 
     def _temperature(self, sampling: Sampling) -> float:
         """What the logits of `_begin` are divided by."""
@@ -153,7 +154,9 @@ class TransformersRollout:
 
         Longest prompts come first: little padding, and memory peaks early.
         """
-        decoding = self._begin(sampling)
+        if not rows:
+            return
+        decoding = self._begin(rows, sampling)
         waiting = deque(sorted(rows, key=lambda row: len(row.asked.prompt), reverse=True))
         present: list[Row] = []  # in the order of the decoding
         full = 0  # rows after the last ones joined

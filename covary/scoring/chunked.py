@@ -197,7 +197,7 @@ class _LinearLogps(torch.autograd.Function):
         of_logps = torch.where(known, of_logps, 0.0)
         token = torch.where(known, tokens, 0)
         d_hidden = of_logps[:, None] * weight[token].float()
-        d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        d_weight = torch.empty_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         d_bias = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
         for rows in blocks.rows:
             g = of_logps[rows][:, None]
@@ -210,8 +210,8 @@ class _LinearLogps(torch.autograd.Function):
                     d = d.exp_().mul_(-g)
                 d = d.to(blocks.dtype)
                 _add_product(d_hidden[rows], d, weight[columns].to(blocks.dtype))
-                if d_weight is not None:
-                    _add_product(d_weight[columns], d.t(), blocks.hidden[rows])
+                if d_weight is not None:  # the first tokens' products are written: to fill it with zeros takes long
+                    _add_product(d_weight[columns], d.t(), blocks.hidden[rows], keep=rows.start > 0)
                 if d_bias is not None:
                     d_bias[columns] += d.sum(0)
         d_hidden = d_hidden / ctx.temperature
@@ -242,12 +242,14 @@ class _Blocks:
         return logits if self.bias is None else logits.add_(self.bias[columns].float() / self.temperature)
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Adds left @ right, in one go where the types allow it."""
+def _add_product(total: Tensor, left: Tensor, right: Tensor, keep: bool = True) -> None:
+    """Adds left @ right to a total, or to nothing; in one go where the types allow it."""
     if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    else:
+        total.addmm_(left, right, beta=int(keep))  # 0 leaves out even what is not finite
+    elif keep:
         total += left @ right
+    else:
+        total.copy_(left @ right)
 
 
 def _compute_dtype(hidden: Tensor) -> torch.dtype:

@@ -24,6 +24,9 @@ from covary.rollout.requests import Asked
 from covary.types import Example, Request
 from tests.models import FAMILIES, random_model
 
+SHARED = decodings._SHORT_PROMPT + 1
+"""Tokens of a prompt that is not copied."""
+
 
 @cache
 def model_of(family: str) -> Any:
@@ -40,10 +43,11 @@ def plain(model: Any, row: Row) -> torch.Tensor:
     return model(input_ids=torch.tensor([[*row.asked.prompt, *row.tokens]]), use_cache=False).logits[0, -1]
 
 
+@pytest.mark.parametrize("longest", [40, SHARED])
 @pytest.mark.parametrize("family", FAMILIES)
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=12, deadline=None)
-def test_rows_that_join_leave_and_move_keep_their_logits(family: str, seed: int) -> None:
+def test_rows_that_join_leave_and_move_keep_their_logits(family: str, longest: int, seed: int) -> None:
     """Prompts of 1 to 40 tokens, most of them shared; the sliding window is 8."""
     model, rng = model_of(family), random.Random(seed)
     room, steps = 5, 8
@@ -52,7 +56,7 @@ def test_rows_that_join_leave_and_move_keep_their_logits(family: str, seed: int)
         return [rng.randrange(256) for _ in range(count)]
 
     prompts = [ids(rng.choice([1, 2, 9, 40])) for _ in range(4)]
-    decoding = SharedDecoding(model, lambda row: row.asked.prompt, max_tokens=steps + 1)
+    decoding = SharedDecoding(model, lambda row: row.asked.prompt, longest, max_tokens=steps + 1)
     rows: list[Row] = []
     with torch.no_grad():
         for step in range(steps):
@@ -72,11 +76,12 @@ def test_rows_that_join_leave_and_move_keep_their_logits(family: str, seed: int)
             decoding.step(torch.tensor(tokens))
 
 
-def test_what_is_not_finite_stays_in_its_row_even_when_its_place_is_taken() -> None:
+@pytest.mark.parametrize("longest", [2, SHARED])
+def test_what_is_not_finite_stays_in_its_row_even_when_its_place_is_taken(longest: int) -> None:
     model = random_model("llama")
     with torch.no_grad():
         model.get_input_embeddings().weight[200] = torch.nan
-    decoding = SharedDecoding(model, lambda row: row.asked.prompt, max_tokens=6)
+    decoding = SharedDecoding(model, lambda row: row.asked.prompt, longest, max_tokens=6)
     broken, long, late = new_row([1, 2]), new_row([1, 2]), new_row([3])
     with torch.no_grad():
         decoding.join([broken, long])
@@ -98,10 +103,10 @@ def test_what_is_not_finite_stays_in_its_row_even_when_its_place_is_taken() -> N
 
 
 def test_prompts_that_no_row_reads_are_forgotten() -> None:
-    decoding = SharedDecoding(model_of("llama"), lambda row: row.asked.prompt, max_tokens=4)
+    decoding = SharedDecoding(model_of("llama"), lambda row: row.asked.prompt, 3, max_tokens=4)
     with torch.no_grad():
         decoding.join([new_row([i, 1, 2]) for i in range(8)])
-        (layer, *_) = decoding._layers.values()
+        (layer, *_) = decoding._caches.values()
         assert layer.prompt_key.shape[0] == 8
         decoding.keep([0, 1])
         assert layer.prompt_key.shape[0] == 3  # and the newest, which rows to come may continue
@@ -115,7 +120,7 @@ def test_prompts_are_read_in_parts_of_bounded_size(monkeypatch: pytest.MonkeyPat
     hook = model.model.register_forward_pre_hook(
         lambda module, args, kwargs: sizes.append(kwargs["input_ids"].numel()), with_kwargs=True
     )
-    decoding = SharedDecoding(model, lambda row: row.asked.prompt, max_tokens=2)
+    decoding = SharedDecoding(model, lambda row: row.asked.prompt, 12, max_tokens=2)
     with torch.no_grad():
         decoding.join(rows)
         hook.remove()
@@ -171,7 +176,8 @@ def test_few_numbers_of_rows_reach_the_library(monkeypatch: pytest.MonkeyPatch) 
     with torch.no_grad(), reordered_weights([model], None):
         for rows in range(1, 600):
             assert model(torch.ones(rows, 4)).shape == (rows, 4)
-    assert len(met) == 8 + 14
+    assert sorted(met)[:5] == [1, 2, 4, 8, 16]
+    assert len(met) == 3 + 8 + 14
     assert max(met) == 512
 
 
