@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from covary.partial_attention import Blocks, Part, attend_in_parts, mask_of
+from covary.partial_attention import Blocks, Bunches, Part, Piece, attend_in_parts, mask_of
 
 PACKED = "covary_packed"
 # By which packed and plain numbers of a model may differ, relative to their size: rounding is a hundred times
@@ -29,8 +29,6 @@ PACKED = "covary_packed"
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 # Mean tokens of a branch up to which products of parts are faster than a CPU's fused kernel (benchmarks/attention.py).
 _SHORT = 12
-# Calls of the kernel for branches of different lengths; each takes as long as some padding.
-_MOST_BUNCHES = 3
 
 
 class Layout(Protocol):
@@ -143,20 +141,16 @@ class Forest:
 
     Attributes:
         prompts: one a tree.
-        branches: in the order of their trees.
+        branches: in the order of their trees; attention pads those alone that are of similar length.
         crowns: the branches of each tree as one sequence.
         tree: the prompt of each branch.
-        bunches: branches of similar length, and the prompt of each: attention pads those of one alone.
-        order: where each packed token of the branches lies among those of all bunches, one after the other.
         sizes: packed tokens of all prompts, and of all branches.
     """
 
     prompts: Blocks
-    branches: Blocks
+    branches: Bunches
     crowns: Blocks
     tree: Int[Tensor, " R"]
-    bunches: Sequence[tuple[Blocks, Int[Tensor, " r"]]]
-    order: Int[Tensor, " N"]
     sizes: tuple[int, int]
     _masks: dict[Any, Any] = field(default_factory=dict)  # the layers of a model share them
 
@@ -166,13 +160,13 @@ class Forest:
         crowns = [0] * len(prompts)
         for prompt, length in zip(tree, branches, strict=True):
             crowns[prompt] += length
-        blocks, trees = Blocks.of(branches, device), torch.tensor(tree, device=device, dtype=torch.long)
-        bunches = [
-            (blocks.of_some(rows, max(branches[row] for row in rows)), trees[rows]) for rows in _bunches(branches)
-        ]
-        order = torch.cat([bunch.index[bunch.valid] for bunch, _ in bunches] or [trees]).argsort()
-        sizes = sum(prompts), sum(branches)
-        return cls(Blocks.of(prompts, device), blocks, Blocks.of(crowns, device), trees, bunches, order, sizes)
+        return cls(
+            Blocks.of(prompts, device),
+            Bunches.of(branches, device),
+            Blocks.of(crowns, device),
+            torch.tensor(tree, device=device, dtype=torch.long),
+            (sum(prompts), sum(branches)),
+        )
 
     def attend(
         self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
@@ -199,12 +193,11 @@ class Forest:
     ) -> Tensor:
         """Attention of the branches in calls of a fused kernel, each branch with a copy of its prompt's keys."""
         prompts, outs = [self.prompts.unpack(x) for x in of_prompts[1:]], []
-        for bunch, (branches, tree) in enumerate(self.bunches):
+        for bunch, (branches, rows) in enumerate(zip(self.branches.blocks, self.branches.rows, strict=True)):
             query, *own = (branches.unpack(x) for x in of_branches)
-            keys, values = (torch.cat([x[tree], y], dim=1) for x, y in zip(prompts, own, strict=True))
-            mask = self._branch_mask(bunch, query.dtype, window)
-            outs.append(branches.pack(attend_densely(query, keys, values, mask, scale)))
-        return outs[0] if len(outs) == 1 else torch.cat(outs).index_select(0, self.order)
+            keys, values = (torch.cat([x[self.tree[rows]], y], dim=1) for x, y in zip(prompts, own, strict=True))
+            outs.append(attend_densely(query, keys, values, self._branch_mask(bunch, query.dtype, window), scale))
+        return self.branches.pack(outs)
 
     def _prompt_mask(self, dtype: torch.dtype, window: int | None) -> Float[Tensor, "1 1 P P"] | None:
         """To add to attention scores; None where plain causal attention is right."""
@@ -219,7 +212,7 @@ class Forest:
         """To add to attention scores."""
 
         def mask() -> Tensor:
-            branches, tree = self.bunches[bunch]
+            branches, tree = self.branches.blocks[bunch], self.tree[self.branches.rows[bunch]]
             width = branches.index.shape[1]
             prompt = self._sees_prompt(branches, tree, window).expand(-1, width, -1)
             own = _causal(width, width, tree.device, window).expand(len(tree), -1, -1)
@@ -231,13 +224,15 @@ class Forest:
         """What branches see of themselves, and of their prompts."""
 
         def parts() -> tuple[Part, Part]:
-            width, device = self.branches.index.shape[1], self.tree.device
-            own = _causal(width, width, device, window)[None]
-            shared = self._sees_prompt(self.crowns, torch.arange(len(self.prompts.index), device=device), window)
-            return (
-                Part(self.branches, self.branches, mask_of(~own[:, None, :, None]), causal=True),
-                Part(self.crowns, self.prompts, mask_of(~shared[:, None, :, None]), causal=False),
-            )
+            device = self.tree.device
+            own = []
+            for branches in self.branches.blocks:
+                width = branches.index.shape[1]
+                mask = mask_of(~_causal(width, width, device, window)[None, None, :, None])
+                own.append(Piece(branches, branches, mask, causal=True))
+            sees = self._sees_prompt(self.crowns, torch.arange(len(self.prompts.index), device=device), window)
+            shared = Piece(self.crowns, self.prompts, mask_of(~sees[:, None, :, None]), causal=False)
+            return Part(own, self.branches.order), Part([shared])
 
         return self._once(("parts", window), parts)
 
@@ -254,23 +249,17 @@ class Forest:
     @property
     def _depth(self) -> Int[Tensor, " N"]:
         """Tokens of its own branch that come before each token of the branches."""
-        width = self.branches.index.shape[1]
-        return self.branches.pack(torch.arange(width, device=self.tree.device).expand(len(self.tree), -1))
+        return self.branches.pack(
+            [
+                torch.arange(branches.index.shape[1], device=self.tree.device).expand(len(branches.index), -1)
+                for branches in self.branches.blocks
+            ]
+        )
 
     def _once(self, name: tuple, made: Callable[[], Any]) -> Any:
         if name not in self._masks:
             self._masks[name] = made()
         return self._masks[name]
-
-
-def _bunches(lengths: Sequence[int]) -> list[list[int]]:
-    """Which branches are padded together: the longest with those of more than half its length, and so on, thrice."""
-    longest = max(lengths, default=0)
-    bunches: list[list[int]] = [[] for _ in range(_MOST_BUNCHES)]
-    for row, length in enumerate(lengths):
-        halves = _MOST_BUNCHES if not length else (longest // length).bit_length() - 1
-        bunches[min(halves, _MOST_BUNCHES - 1)].append(row)
-    return [rows for rows in bunches if rows]
 
 
 def attend_densely(

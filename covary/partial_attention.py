@@ -24,6 +24,8 @@ from torch.autograd.function import once_differentiable
 _SCORES = 2**22
 # Queries of a product whose keys end where its queries end.
 _CAUSAL_QUERIES = 128
+# Blocks of sequences of different lengths; each more takes as long as some padding.
+_MOST_BUNCHES = 3
 
 
 def attend_part(
@@ -136,13 +138,61 @@ class Blocks:
         return flat if self.place is None else flat.index_select(0, self.place)
 
 
+@dataclass(frozen=True)
+class Bunches:
+    """Sequences that follow each other among packed tokens, in blocks of those that are of similar length.
+
+    Attributes:
+        blocks: without sequences of no tokens.
+        rows: the sequences of each.
+        lengths: of all sequences.
+        order: where each packed token lies among those of all blocks, one after the other.
+    """
+
+    blocks: Sequence[Blocks]
+    rows: Sequence[Int[Tensor, " r"]]
+    lengths: Int[Tensor, " B"]
+    order: Int[Tensor, " N"]
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device) -> Bunches:
+        """Of sequences of these lengths."""
+        all_of_them, rows = Blocks.of(lengths, device), _similar(lengths)
+        blocks = [all_of_them.of_some(some, max(lengths[row] for row in some)) for some in rows]
+        none = torch.empty(0, dtype=torch.long, device=device)
+        order = torch.cat([none, *(some.index[some.valid] for some in blocks)]).argsort()
+        return cls(blocks, [torch.tensor(some, device=device) for some in rows], all_of_them.lengths, order)
+
+    def pack(self, numbers: Sequence[Float[Tensor, "B W ..."]]) -> Float[Tensor, "N ..."]:
+        """One sequence after the other again."""
+        return _joined([own.pack(block) for own, block in zip(self.blocks, numbers, strict=True)], self.order)
+
+
+def _joined(packed: Sequence[Float[Tensor, "n ..."]], order: Int[Tensor, " N"] | None) -> Float[Tensor, "N ..."]:
+    if len(packed) == 1:
+        return packed[0]
+    assert order is not None
+    return torch.cat(list(packed)).index_select(0, order)
+
+
+def _similar(lengths: Sequence[int]) -> list[list[int]]:
+    """The longest with those of more than half its length, and so on; none of no tokens."""
+    longest = max(lengths, default=0)
+    bunches: list[list[int]] = [[] for _ in range(_MOST_BUNCHES)]
+    for row, length in enumerate(lengths):
+        if length:
+            halves = (longest // length).bit_length() - 1
+            bunches[min(halves, _MOST_BUNCHES - 1)].append(row)
+    return [rows for rows in bunches if rows]
+
+
 def _valid(width: int, lengths: Tensor) -> Bool[Tensor, "B W"]:
     return torch.arange(width, device=lengths.device) < lengths[:, None]
 
 
 @dataclass(frozen=True)
-class Part:
-    """Which queries see which keys.
+class Piece:
+    """Sequences that look at others, block by block.
 
     Attributes:
         queries: of the sequences whose tokens look.
@@ -169,6 +219,23 @@ class Part:
                     of_block = b if mask.shape[0] > 1 else slice(None)
                     mask = mask[of_block, :, q if mask.shape[2] > 1 else slice(None), :, s]
                 yield b, q, s, mask
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which queries see which keys.
+
+    Attributes:
+        pieces: have all queries between them, and all keys.
+        order: where each packed query and key lies among those of all pieces, one after the other; None for one piece.
+    """
+
+    pieces: Sequence[Piece]
+    order: Int[Tensor, " N"] | None = None
+
+    def joined(self, packed: Sequence[Float[Tensor, "n ..."]]) -> Float[Tensor, "N ..."]:
+        """What there is of the packed tokens of each piece, as of all."""
+        return _joined(packed, self.order)
 
 
 def attend_in_parts(
@@ -198,11 +265,15 @@ class _InParts(torch.autograd.Function):
         heads, kv = query.shape[1], keys_and_values[0].shape[1]
         found, factor = [], scale_to_base_2(query.shape[-1], scale)
         for part, (key, value) in zip(parts, _pairs(keys_and_values), strict=True):
-            q, (k, v) = _queries(part, query * factor, kv), (_keys(part, x) for x in (key, value))
-            out, log_sum = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=_exact(q.dtype))
-            for b, i, j, mask in part.products(heads):
-                out[b, :, i], log_sum[b, :, i] = attend_part(q[b, :, i], k[b, :, j], v[b, :, j], mask)
-            found += [_packed(part, out), _packed(part, log_sum)]
+            outs, sums = [], []
+            for piece in part.pieces:
+                q, (k, v) = _queries(piece, query * factor, kv), (_keys(piece, x) for x in (key, value))
+                out, log_sum = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=_exact(q.dtype))
+                for b, i, j, mask in piece.products(heads):
+                    out[b, :, i], log_sum[b, :, i] = attend_part(q[b, :, i], k[b, :, j], v[b, :, j], mask)
+                outs.append(_packed(piece, out))
+                sums.append(_packed(piece, log_sum))
+            found += [part.joined(outs), part.joined(sums)]
         out = add_part(*found)
         ctx.save_for_backward(query, out, torch.logaddexp2(found[1], found[3]), *keys_and_values)
         ctx.scale, ctx.parts = scale, parts
@@ -218,20 +289,25 @@ class _InParts(torch.autograd.Function):
         mean = (d_out.to(log_sum.dtype) * out).sum(-1)
         d_query, others = torch.zeros_like(out, dtype=log_sum.dtype), []
         for part, (key, value) in zip(ctx.parts, _pairs(keys_and_values), strict=True):
-            q, (k, v) = _queries(part, query * factor, kv), (_keys(part, x) for x in (key, value))
-            d_o, means = (_without_pads(part, x) for x in (d_out, mean))
-            sums = _blocks(part, log_sum)
-            d_q, d_k, d_v = (torch.zeros_like(x, dtype=_exact(x.dtype)) for x in (q, k, v))
-            for b, i, j, mask in part.products(heads):
-                weights = _scores(q[b, :, i], k[b, :, j], mask).sub_(sums[b, :, i, :, None]).exp2_()
-                d_scores = _product(d_o[b, :, i], v[b, :, j].transpose(-1, -2)).to(weights.dtype)
-                d_scores = d_scores.sub_(means[b, :, i, :, None]).mul_(weights).to(q.dtype)
-                d_v[b, :, j] += _summed(weights.to(q.dtype), d_o[b, :, i])
-                d_k[b, :, j] += _summed(d_scores, q[b, :, i])
-                d_q[b, :, i] = _product(d_scores, k[b, :, j])
-            d_query += _packed(part, d_q)
-            # The derivative of 2**x has the factor log(2), by which the scaled queries are too large.
-            others += [part.keys.pack(d.transpose(1, 2)).to(key.dtype) for d in (d_k.mul_(math.log(2)), d_v)]
+            of_pieces = []
+            for piece in part.pieces:
+                q, (k, v) = _queries(piece, query * factor, kv), (_keys(piece, x) for x in (key, value))
+                d_o, means = (_without_pads(piece, x) for x in (d_out, mean))
+                sums = _blocks(piece, log_sum)
+                d_q, d_k, d_v = (torch.zeros_like(x, dtype=_exact(x.dtype)) for x in (q, k, v))
+                for b, i, j, mask in piece.products(heads):
+                    weights = _scores(q[b, :, i], k[b, :, j], mask).sub_(sums[b, :, i, :, None]).exp2_()
+                    d_scores = _product(d_o[b, :, i], v[b, :, j].transpose(-1, -2)).to(weights.dtype)
+                    d_scores = d_scores.sub_(means[b, :, i, :, None]).mul_(weights).to(q.dtype)
+                    d_v[b, :, j] += _summed(weights.to(q.dtype), d_o[b, :, i])
+                    d_k[b, :, j] += _summed(d_scores, q[b, :, i])
+                    d_q[b, :, i] = _product(d_scores, k[b, :, j])
+                # The derivative of 2**x has the factor log(2), by which the scaled queries are too large.
+                d_keys = [piece.keys.pack(d.transpose(1, 2)) for d in (d_k.mul_(math.log(2)), d_v)]
+                of_pieces.append((_packed(piece, d_q), *d_keys))
+            d_q, *d_keys = (part.joined(d) for d in zip(*of_pieces, strict=True))
+            d_query += d_q
+            others += [d.to(key.dtype) for d in d_keys]
         return d_query.mul_(factor * math.log(2)).flatten(1, 2).to(query.dtype), None, None, *others
 
 
@@ -243,25 +319,25 @@ def _exact(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _queries(part: Part, query: Float[Tensor, "N H E"], kv: int) -> Float[Tensor, "B K Q J E"]:
-    return _blocks(part, query.unflatten(1, (kv, -1)))
+def _queries(piece: Piece, query: Float[Tensor, "N H E"], kv: int) -> Float[Tensor, "B K Q J E"]:
+    return _blocks(piece, query.unflatten(1, (kv, -1)))
 
 
-def _blocks(part: Part, packed: Float[Tensor, "N K J ..."]) -> Float[Tensor, "B K Q J ..."]:
-    return part.queries.unpack(packed).transpose(1, 2).contiguous()
+def _blocks(piece: Piece, packed: Float[Tensor, "N K J ..."]) -> Float[Tensor, "B K Q J ..."]:
+    return piece.queries.unpack(packed).transpose(1, 2).contiguous()
 
 
-def _without_pads(part: Part, packed: Float[Tensor, "N K J ..."]) -> Float[Tensor, "B K Q J ..."]:
+def _without_pads(piece: Piece, packed: Float[Tensor, "N K J ..."]) -> Float[Tensor, "B K Q J ..."]:
     """Zeros for pads: what reaches them is not theirs."""
-    blocks = part.queries.unpack(packed)
-    if part.queries.place is not None:
-        blocks = blocks.masked_fill(~part.queries.valid.view(*blocks.shape[:2], *[1] * (blocks.ndim - 2)), 0)
+    blocks = piece.queries.unpack(packed)
+    if piece.queries.place is not None:
+        blocks = blocks.masked_fill(~piece.queries.valid.view(*blocks.shape[:2], *[1] * (blocks.ndim - 2)), 0)
     return blocks.transpose(1, 2).contiguous()
 
 
-def _keys(part: Part, packed: Float[Tensor, "M K E"]) -> Float[Tensor, "B K S E"]:
-    return part.keys.unpack(packed).transpose(1, 2).contiguous()
+def _keys(piece: Piece, packed: Float[Tensor, "M K E"]) -> Float[Tensor, "B K S E"]:
+    return piece.keys.unpack(packed).transpose(1, 2).contiguous()
 
 
-def _packed(part: Part, blocks: Float[Tensor, "B K Q J ..."]) -> Float[Tensor, "N K J ..."]:
-    return part.queries.pack(blocks.transpose(1, 2))
+def _packed(piece: Piece, blocks: Float[Tensor, "B K Q J ..."]) -> Float[Tensor, "N K J ..."]:
+    return piece.queries.pack(blocks.transpose(1, 2))

@@ -2,7 +2,7 @@
 
 A row's token sees its prompt and its own completion. Where a prompt is long, its keys and values exist once, and all its
 rows look at them in one product. Where prompts are short, a copy in front of every row's own keys takes little memory,
-and one call of a fused kernel does what are some forty small operations otherwise (benchmarks/decode.py).
+and one call of a fused kernel does what are some forty small operations otherwise (benchmarks/decode_attention.py).
 
 Letters in shapes: R rows, P distinct prompts, W the longest, N the most rows of one prompt, T tokens of a completion, H
 heads, K heads of keys and values, J = H / K, E their width.

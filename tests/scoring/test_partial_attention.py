@@ -96,6 +96,13 @@ def test_a_value_that_is_not_finite_stays_in_its_branch(way, monkeypatch):
     assert finite.tolist() == [not broken.start <= i < broken.stop for i in range(14)]
 
 
+def test_a_branch_is_padded_to_less_than_twice_its_length_until_the_last_bunch():
+    lengths = [1, 31, 8, 0, 16, 5, 15, 7, 17]
+    assert partial_attention._similar(lengths) == [[1, 4, 8], [2, 6], [0, 5, 7]]
+    assert partial_attention._similar([3, 3]) == [[0, 1]]
+    assert partial_attention._similar([0]) == partial_attention._similar([]) == []
+
+
 def test_a_part_that_nobody_sees_has_no_weight_beside_another():
     draw = torch.Generator().manual_seed(0)
     query = torch.randn(1, K, 1, H // K, E, generator=draw) * scale_to_base_2(E, None)
