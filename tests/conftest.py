@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 from jaxtyping import install_import_hook
 
@@ -19,6 +22,13 @@ torch.use_deterministic_algorithms(True)
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _heap() -> None:
+    """A run collects garbage at its start: half a second where the heap holds every test and its modules."""
+    loop = import_module("covary.train")  # `covary.train` is the function
+    loop.gc = SimpleNamespace(collect=lambda: None, freeze=gc.freeze, unfreeze=gc.unfreeze)
 
 
 @pytest.fixture(scope="session")

@@ -155,6 +155,7 @@ def test_a_terminated_sweep_stops_its_runs(call, recipe, tmp_path, monkeypatch):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_costs_the_exit_code_and_itself(call, recipe, tmp_path, monkeypatch):  # noqa: F811
     from covary import sweep as module
 
@@ -177,6 +178,7 @@ def test_a_run_that_fails_costs_the_exit_code_and_itself(call, recipe, tmp_path,
     assert json.loads(text)["points"]["beta=0.1"]["std"] is None
 
 
+@pytest.mark.slow
 def test_a_metric_that_no_run_has_is_told_with_the_first_run(call, recipe, tmp_path):  # noqa: F811
     write(tmp_path / "sweep.yaml", metric="eval/chain_sums/reward")
     code, out, err = call("sweep", "sweep.yaml", "--cores", "1", "--quiet")
@@ -187,6 +189,7 @@ def test_a_metric_that_no_run_has_is_told_with_the_first_run(call, recipe, tmp_p
     assert any(line.startswith("2/2 ") for line in lines[told:])
 
 
+@pytest.mark.slow
 def test_a_killed_sweep_leaves_no_run_going_and_the_next_one_waits(recipe, tmp_path):  # noqa: F811
     write(tmp_path / "sweep.yaml", set={"steps": 100000, "checkpoint.every": 100000})
     command = [sys.executable, "-m", "covary", "sweep", "sweep.yaml", "--cores", "1", "--quiet"]

@@ -180,15 +180,16 @@ def test_gradient_does_not_depend_on_micro_batches(name):
     """Rows alone, padded batches, whole groups, the two-pass path with and without known pass-1 scores."""
     algorithm = ALGORITHMS[name]()
     gradients, losses = [], []
+    model = random_llama(50, scale=1.5)
+    old = deepcopy(model)
+    with torch.no_grad():  # away from the old policy, so that every term of the loss acts
+        for i, parameter in enumerate(model.parameters()):
+            parameter += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i))
+    others = {"initial": deepcopy(old), "teacher": random_llama(50, seed=9)}
+    frozen, engine = LocalEngine(old, frozen=others), LocalEngine(model, frozen=others)
     for limit, current in ((10**6, False), (60, False), (20, False), (1, False), (1, True), (20, True)):
-        model = random_llama(50, scale=1.5)
-        old = deepcopy(model)
-        with torch.no_grad():  # away from the old policy, so that every term of the loss acts
-            for i, parameter in enumerate(model.parameters()):
-                parameter += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i))
-        others = {"initial": deepcopy(old), "teacher": random_llama(50, seed=9)}
-        frozen = LocalEngine(old, frozen=others)
-        engine = LocalEngine(model, frozen=others, micro_batch_tokens=limit)
+        engine.micro_batch_tokens = limit
+        engine.optimizer.zero_grad()
         groups = make_groups()
         if any(score.tokens == "answer" for score in algorithm.trained):
             for row in (row for group in groups for row in group.completions if len(row.tokens) > 2):

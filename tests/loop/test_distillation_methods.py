@@ -22,6 +22,10 @@ METHODS = ("gvpo_opd", "seqkd", "supervised_kd", "gkd", "minillm", "pg_opd_seque
 ANY_TOKENIZER = ("gvpo_opd", "seqkd", "pg_opd_sequence")
 
 
+def _slow(*names: str) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
 def distill(folder: Path, algorithm: Any, **changes: Any) -> covary.api.Trained:  # pyright: ignore
     """A run of `mini.run` with what the algorithm needs; `algorithm` is its name, its section, or a GVPO-OPD."""
     algorithm = {"name": algorithm} if isinstance(algorithm, str) else algorithm
@@ -170,7 +174,7 @@ def test_minillm_samples_a_mixture(tmp_path: Path) -> None:
 # -- the same numbers -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["gvpo_opd", "seqkd", "gkd", "minillm"])
+@pytest.mark.parametrize("name", ["gvpo_opd", *_slow("seqkd", "gkd", "minillm")])
 def test_a_resumed_run_is_the_run_that_was_not_stopped(tmp_path: Path, name: str) -> None:
     """More steps than an epoch has: what the teacher said before the stop is drawn again after it."""
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
@@ -182,7 +186,7 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(tmp_path: Path, name: str
     assert same(whole / "run", stopped / "run")
 
 
-@pytest.mark.parametrize("name", ["gvpo_opd", "gkd", "minillm", "pg_opd_sequence"])
+@pytest.mark.parametrize("name", ["gvpo_opd", *_slow("gkd", "minillm", "pg_opd_sequence")])
 def test_the_size_of_micro_batches_changes_nothing(tmp_path: Path, name: str) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
     a.mkdir(), b.mkdir()
@@ -354,7 +358,7 @@ def first_tokens(model: torch.nn.Module, tokenizer: Any) -> torch.Tensor:
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", ["gvpo_opd", "gkd", *_slow(*sorted({*METHODS} - {"gvpo_opd", "gkd"}))])
 def test_the_student_nears_its_teacher(tmp_path: Path, name: str) -> None:
     """Reverse KL of the first token, averaged over prompts, after twenty steps against where it started.
 

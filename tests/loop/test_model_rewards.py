@@ -37,6 +37,7 @@ def test_a_reward_model_rewards_training_and_evaluation(tmp_path: Path):
     assert written["eval"]["reward"] == written["reward"]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_run_that_was_not_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     save_random_classifier(tmp_path / "rm")
     monkeypatch.chdir(tmp_path)

@@ -138,7 +138,10 @@ def hanging(folder: Path) -> tuple[Path, Any]:
     return recipe, process
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, -signal.SIGTERM, marks=pytest.mark.slow)],
+)
 def test_a_second_signal_stops_at_once(tmp_path, number, code):
     recipe, process = hanging(tmp_path)
     os.kill(process.pid, number)

@@ -359,7 +359,7 @@ def test_cache_bytes_bounds_keys_values_and_logits(kind: type, monkeypatch: pyte
     def watched(decoding: Any, tokens: torch.Tensor) -> None:
         step(decoding, tokens)
         if kind is SharedDecoding:
-            layers = decoding._layers.values()
+            layers = decoding._caches.values()
             caches = [x for layer in layers for x in (layer.prompt_key, layer.prompt_value, layer.key, layer.value)]
         else:
             caches = [x for layer in decoding._cache.layers for x in (layer.keys, layer.values)]
@@ -376,7 +376,7 @@ def test_cache_bytes_bounds_keys_values_and_logits(kind: type, monkeypatch: pyte
 def test_rows_that_wait_take_the_places_of_rows_that_finished(unpadded: None) -> None:
     model = llama()
     model.generation_config.eos_token_id = [END, *range(10, VOCABULARY, 12)]
-    engine = TransformersRollout(model, TOKENIZER, cache_bytes=400_000)
+    engine = TransformersRollout(model, TOKENIZER, cache_bytes=420_000)
     sizes: list[int] = []
     model.lm_head.register_forward_hook(lambda *args: sizes.append(args[-1].numel() // VOCABULARY))
     done = sample(engine, [group(number) for number in range(4)], Sampling(max_tokens=60), Request(32))
