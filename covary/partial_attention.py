@@ -24,8 +24,10 @@ from torch.autograd.function import once_differentiable
 _SCORES = 2**22
 # Queries of a product whose keys end where its queries end.
 _CAUSAL_QUERIES = 128
-# Blocks of sequences of different lengths; each more takes as long as some padding.
+# Blocks of sequences of different lengths, and the share of padded tokens up to which they are worth it: each block
+# more takes as long as some padding.
 _MOST_BUNCHES = 3
+_SAVING = 0.7
 
 
 def attend_part(
@@ -176,14 +178,18 @@ def _joined(packed: Sequence[Float[Tensor, "n ..."]], order: Int[Tensor, " N"] |
 
 
 def _similar(lengths: Sequence[int]) -> list[list[int]]:
-    """The longest with those of more than half its length, and so on; none of no tokens."""
+    """The longest with those of more than half its length, and so on, where that saves much padding; none of no tokens."""
     longest = max(lengths, default=0)
     bunches: list[list[int]] = [[] for _ in range(_MOST_BUNCHES)]
     for row, length in enumerate(lengths):
         if length:
             halves = (longest // length).bit_length() - 1
             bunches[min(halves, _MOST_BUNCHES - 1)].append(row)
-    return [rows for rows in bunches if rows]
+    bunches = [rows for rows in bunches if rows]
+    apart = sum(len(rows) * max(lengths[row] for row in rows) for rows in bunches)
+    if apart > _SAVING * longest * sum(map(len, bunches)):
+        return [sorted(row for rows in bunches for row in rows)]
+    return bunches
 
 
 def _valid(width: int, lengths: Tensor) -> Bool[Tensor, "B W"]:

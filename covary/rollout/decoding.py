@@ -32,8 +32,8 @@ if TYPE_CHECKING:  # transformers takes seconds to import, in which `covary chec
 _SAMPLING_BYTES = 12
 # Packed prompt tokens of one forward pass: bounds its activations.
 _PREFILL_TOKENS = 2**13
-# Tokens of the longest prompt up to which every row has a copy of its own.
-_SHORT_PROMPT = 128
+# Tokens of all rows' prompts, padded, up to which every row has a copy of its own (benchmarks/decode_attention.py).
+_COPIED_TOKENS = 2**12
 
 
 @dataclass
@@ -87,6 +87,12 @@ def decoding_of(model: PreTrainedModel) -> tuple[type[SharedDecoding] | type[Cac
     return (SharedDecoding if why is None else CachedDecoding), why
 
 
+def places_for_copies(prompts: Sequence[int]) -> int:
+    """In front of every row's own tokens, from the lengths of all rows' prompts; 0 where copies would be too large."""
+    longest = max(prompts)
+    return longest if len(prompts) * longest <= _COPIED_TOKENS else 0
+
+
 @contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
     """Evaluation mode within, and every module's own mode again after."""
@@ -120,7 +126,7 @@ class SharedDecoding:
         self,
         model: PreTrainedModel,
         prompt: Prompt,
-        longest: int,
+        front: int,
         max_tokens: int,
         autocast: torch.dtype | None = None,
     ) -> None:
@@ -129,14 +135,14 @@ class SharedDecoding:
         Args:
             model: a transformers causal language model for which `decoding_of` gives this class.
             prompt: of a row, as this model reads it.
-            longest: tokens of the longest prompt that any row will have.
+            front: places before a row's own tokens, for a copy of its prompt (`places_for_copies`); 0 where rows share it.
             max_tokens: of a completion, at most.
             autocast: compute type of the passes, for `bytes`; None for the model's own.
         """
         self.model = model
         self.logits = torch.empty(0)
         self._prompt = prompt
-        self._front = longest if longest <= _SHORT_PROMPT else 0  # places before a row's own tokens, for its prompt
+        self._front = front
         self._max_tokens = max_tokens
         self._bytes = model_bytes(model, autocast)
         self._caches: dict[nn.Module, Cache] = {}
@@ -171,8 +177,8 @@ class SharedDecoding:
         self._make_room(end)
         for cache in self._caches.values():
             for of_prompts, of_rows in ((cache.prompt_key, cache.key), (cache.prompt_value, cache.value)):
-                # What is not read yet has weight 0, and 0 times what a row before left there may be NaN.
-                of_rows[first:end] = 0
+                # What is not read yet has weight 0, and 0 times what lay there before may be NaN.
+                of_rows[first:end, :, of_prompts.shape[2] if self._front else 0 :] = 0
                 if self._front:
                     of_rows[first:end, :, : of_prompts.shape[2]] = of_prompts[of_new]
         self._tree += new
@@ -225,15 +231,11 @@ class SharedDecoding:
         return out if rows == len(query) else pad(out, (0, 0, 0, 0, 0, len(query) - rows))
 
     def _make_room(self, rows: int) -> None:
-        more = rows - self._slots
-        if more <= 0:
+        if rows <= self._slots:
             return
-        self._slots = rows
         for cache in self._caches.values():
-            cache.key, cache.value = (
-                torch.cat([of_rows, of_rows.new_empty(more, *of_rows.shape[1:])])
-                for of_rows in (cache.key, cache.value)
-            )
+            cache.key, cache.value = (_grown(of_rows, rows) for of_rows in (cache.key, cache.value))
+        self._slots = rows
 
     def _read_prompts(self, prompts: Sequence[tuple[int, ...]]) -> None:
         """Their keys, values and last logits join those of the prompts that are there."""
@@ -298,6 +300,13 @@ def _parts(prompts: Sequence[tuple[int, ...]], limit: int) -> Iterator[list[tupl
         yield part
 
 
+def _grown(of_rows: Tensor, rows: int) -> Tensor:
+    """A cache with room for more rows."""
+    grown = of_rows.new_empty(rows, *of_rows.shape[1:])
+    grown[: len(of_rows)] = of_rows
+    return grown
+
+
 def _stack(blocks: Sequence[Tensor]) -> Tensor:
     """(P, K, W, E) of blocks with fewer prompts each, the shorter ones padded."""
     width = max(block.shape[2] for block in blocks)
@@ -313,11 +322,11 @@ class CachedDecoding:
         self,
         model: PreTrainedModel,
         prompt: Prompt,
-        longest: int,
+        front: int,
         max_tokens: int,
         autocast: torch.dtype | None = None,
     ) -> None:
-        """No rows yet; arguments as of `SharedDecoding`, but any model. `longest` is not read."""
+        """No rows yet; arguments as of `SharedDecoding`, but any model. `front` is not read."""
         self.model = model
         self.logits = torch.empty(0)
         self._prompt = prompt
@@ -407,14 +416,14 @@ def _difference(model: PreTrainedModel) -> float:
     ]
     plain = torch.stack(expected).double()
     return max(
-        float((_decoded(model, rows, longest).double() - plain).norm() / plain.norm())
-        for longest in (max(map(len, prompts)), _SHORT_PROMPT + 1)
+        float((_decoded(model, rows, front).double() - plain).norm() / plain.norm())
+        for front in (0, max(map(len, prompts)))
     )
 
 
-def _decoded(model: PreTrainedModel, rows: Sequence[Row], longest: int) -> Tensor:
+def _decoded(model: PreTrainedModel, rows: Sequence[Row], front: int) -> Tensor:
     """Logits after the last token of rows that are as long as each other."""
-    decoding = SharedDecoding(model, lambda row: row.asked.prompt, longest, len(rows[0].tokens) + 1)
+    decoding = SharedDecoding(model, lambda row: row.asked.prompt, front, len(rows[0].tokens) + 1)
     decoding.join(rows)
     for tokens in zip(*(row.tokens for row in rows), strict=True):
         decoding.step(torch.tensor(tokens))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from covary.rollout.decoding import Decoding, Row, decoding_of
+from covary.rollout.decoding import Decoding, Row, decoding_of, places_for_copies
 from covary.rollout.transformers import TransformersRollout
 from covary.types import Sampling, Source
 
@@ -57,10 +57,10 @@ class MixtureRollout(TransformersRollout):
         def read_by_teacher(row: Row) -> tuple[int, ...]:
             return row.asked.contexts[self.teacher_context]
 
-        longest = max(len(read_by_teacher(row)) for row in rows)
+        front = places_for_copies([len(read_by_teacher(row)) for row in rows])
         return _Mixture(
             super()._begin(rows, sampling),
-            self._decoding_of_teacher(self.teacher, read_by_teacher, longest, sampling.max_tokens, self.autocast),
+            self._decoding_of_teacher(self.teacher, read_by_teacher, front, sampling.max_tokens, self.autocast),
             sampling.temperature,
         )
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 
-from covary.rollout.decoding import Decoding, Row, decoding_of, evaluating
+from covary.rollout.decoding import Decoding, Row, decoding_of, evaluating, places_for_copies
 from covary.rollout.linear import reordered_weights
 from covary.rollout.requests import check_lengths, into_groups, rows_of_plans
 from covary.rollout.sampling import sample_tokens
@@ -142,8 +142,8 @@ class TransformersRollout:
 
     def _begin(self, rows: Sequence[Row], sampling: Sampling) -> Decoding:
         """A decoding of these rows whose logits, at a row's temperature, are the distribution to sample from."""
-        longest = max(len(row.asked.prompt) for row in rows)
-        return self._decoding(self.model, lambda row: row.asked.prompt, longest, sampling.max_tokens, self.autocast)
+        front = places_for_copies([len(row.asked.prompt) for row in rows])
+        return self._decoding(self.model, lambda row: row.asked.prompt, front, sampling.max_tokens, self.autocast)
 
     def _temperature(self, sampling: Sampling) -> float:
         """What the logits of `_begin` are divided by."""

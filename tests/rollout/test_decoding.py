@@ -18,14 +18,11 @@ from torch import nn
 
 from covary.rollout import decoding as decodings
 from covary.rollout import linear
-from covary.rollout.decoding import CachedDecoding, Row, SharedDecoding, decoding_of
+from covary.rollout.decoding import CachedDecoding, Row, SharedDecoding, decoding_of, places_for_copies
 from covary.rollout.linear import reordered_weights
 from covary.rollout.requests import Asked
 from covary.types import Example, Request
 from tests.models import FAMILIES, random_model
-
-SHARED = decodings._SHORT_PROMPT + 1
-"""Tokens of a prompt that is not copied."""
 
 
 @cache
@@ -43,11 +40,11 @@ def plain(model: Any, row: Row) -> torch.Tensor:
     return model(input_ids=torch.tensor([[*row.asked.prompt, *row.tokens]]), use_cache=False).logits[0, -1]
 
 
-@pytest.mark.parametrize("longest", [40, SHARED])
+@pytest.mark.parametrize("front", [0, 40])
 @pytest.mark.parametrize("family", FAMILIES)
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=12, deadline=None)
-def test_rows_that_join_leave_and_move_keep_their_logits(family: str, longest: int, seed: int) -> None:
+def test_rows_that_join_leave_and_move_keep_their_logits(family: str, front: int, seed: int) -> None:
     """Prompts of 1 to 40 tokens, most of them shared; the sliding window is 8."""
     model, rng = model_of(family), random.Random(seed)
     room, steps = 5, 8
@@ -56,7 +53,7 @@ def test_rows_that_join_leave_and_move_keep_their_logits(family: str, longest: i
         return [rng.randrange(256) for _ in range(count)]
 
     prompts = [ids(rng.choice([1, 2, 9, 40])) for _ in range(4)]
-    decoding = SharedDecoding(model, lambda row: row.asked.prompt, longest, max_tokens=steps + 1)
+    decoding = SharedDecoding(model, lambda row: row.asked.prompt, front, max_tokens=steps + 1)
     rows: list[Row] = []
     with torch.no_grad():
         for step in range(steps):
@@ -76,12 +73,12 @@ def test_rows_that_join_leave_and_move_keep_their_logits(family: str, longest: i
             decoding.step(torch.tensor(tokens))
 
 
-@pytest.mark.parametrize("longest", [2, SHARED])
-def test_what_is_not_finite_stays_in_its_row_even_when_its_place_is_taken(longest: int) -> None:
+@pytest.mark.parametrize("front", [0, 2])
+def test_what_is_not_finite_stays_in_its_row_even_when_its_place_is_taken(front: int) -> None:
     model = random_model("llama")
     with torch.no_grad():
         model.get_input_embeddings().weight[200] = torch.nan
-    decoding = SharedDecoding(model, lambda row: row.asked.prompt, longest, max_tokens=6)
+    decoding = SharedDecoding(model, lambda row: row.asked.prompt, front, max_tokens=6)
     broken, long, late = new_row([1, 2]), new_row([1, 2]), new_row([3])
     with torch.no_grad():
         decoding.join([broken, long])
@@ -110,6 +107,11 @@ def test_prompts_that_no_row_reads_are_forgotten() -> None:
         assert layer.prompt_key.shape[0] == 8
         decoding.keep([0, 1])
         assert layer.prompt_key.shape[0] == 3  # and the newest, which rows to come may continue
+
+
+def test_prompts_are_copied_where_that_is_little() -> None:
+    assert places_for_copies([5, 64] * 32) == 64
+    assert places_for_copies([5, 64] * 33) == 0
 
 
 def test_prompts_are_read_in_parts_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:

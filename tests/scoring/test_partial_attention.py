@@ -96,10 +96,11 @@ def test_a_value_that_is_not_finite_stays_in_its_branch(way, monkeypatch):
     assert finite.tolist() == [not broken.start <= i < broken.stop for i in range(14)]
 
 
-def test_a_branch_is_padded_to_less_than_twice_its_length_until_the_last_bunch():
+def test_branches_are_padded_with_those_of_more_than_half_their_length_where_that_saves_much():
     lengths = [1, 31, 8, 0, 16, 5, 15, 7, 17]
     assert partial_attention._similar(lengths) == [[1, 4, 8], [2, 6], [0, 5, 7]]
     assert partial_attention._similar([3, 3]) == [[0, 1]]
+    assert partial_attention._similar([2, 4, 0, 3]) == [[0, 1, 3]]
     assert partial_attention._similar([0]) == partial_attention._similar([]) == []
 
 
