@@ -299,7 +299,8 @@ class _InParts(torch.autograd.Function):
             for piece in part.pieces:
                 q, (k, v) = _queries(piece, query * factor, kv), (_keys(piece, x) for x in (key, value))
                 d_o, means = (_without_pads(piece, x) for x in (d_out, mean))
-                sums = _blocks(piece, log_sum)
+                # A pad may see what the token that stands in it does not: no weight, however large its score.
+                sums = _without_pads(piece, log_sum, fill=math.inf)
                 d_q, d_k, d_v = (torch.zeros_like(x, dtype=_exact(x.dtype)) for x in (q, k, v))
                 for b, i, j, mask in piece.products(heads):
                     weights = _scores(q[b, :, i], k[b, :, j], mask).sub_(sums[b, :, i, :, None]).exp2_()
@@ -333,11 +334,11 @@ def _blocks(piece: Piece, packed: Float[Tensor, "N K J ..."]) -> Float[Tensor, "
     return piece.queries.unpack(packed).transpose(1, 2).contiguous()
 
 
-def _without_pads(piece: Piece, packed: Float[Tensor, "N K J ..."]) -> Float[Tensor, "B K Q J ..."]:
-    """Zeros for pads: what reaches them is not theirs."""
+def _without_pads(piece: Piece, packed: Float[Tensor, "N K J ..."], fill: float = 0.0) -> Float[Tensor, "B K Q J ..."]:
+    """Zeros, or another number, for pads: what reaches them is not theirs."""
     blocks = piece.queries.unpack(packed)
     if piece.queries.place is not None:
-        blocks = blocks.masked_fill(~piece.queries.valid.view(*blocks.shape[:2], *[1] * (blocks.ndim - 2)), 0)
+        blocks = blocks.masked_fill(~piece.queries.valid.view(*blocks.shape[:2], *[1] * (blocks.ndim - 2)), fill)
     return blocks.transpose(1, 2).contiguous()
 
 

@@ -14,9 +14,9 @@ from covary.partial_attention import Blocks, add_part, attend_part, mask_of, sca
 H, K, E = 4, 2, 8
 
 
-def dense(query, key, value, sees, scale):
+def dense(query, key, value, sees, scale, groups=H // K):
     """Softmax attention over every packed token, masked; (N, H, E)."""
-    key, value = (x.repeat_interleave(H // K, dim=1) for x in (key, value))
+    key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     scores = torch.einsum("nhe,mhe->hnm", query, key) * scale
     return torch.einsum("hnm,mhe->nhe", scores.masked_fill(~sees, -torch.inf).softmax(-1), value)
 
@@ -80,6 +80,20 @@ def test_values_and_gradients_are_those_of_dense_attention(forest, window, scale
     expected = dense(*tensors, sees, E**-0.5 if scale is None else scale)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(gradients, torch.autograd.grad(expected, tensors, outer), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("way", ["_in_parts", "_at_once"])
+def test_a_key_that_a_token_does_not_see_may_fit_it_as_well_as_it_likes(way, monkeypatch):
+    """A branch of two tokens beside one of three is padded by its first, whose score with the second is 400 nats."""
+    attend_only(way, monkeypatch)
+    query, key = torch.zeros(6, 1, 1), torch.zeros(6, 1, 1)
+    query[1] = key[2] = 20.0
+    tensors = [x.requires_grad_() for x in (query, key, torch.arange(6.0).view(6, 1, 1))]
+    found = Forest.of([1], [2, 3], [0, 0], torch.device("cpu")).attend(torch.nn.Identity(), *tensors, 1.0, None)
+    expected = dense(*tensors, what_is_seen([1], [2, 3], [0, 0], None), 1.0, groups=1)
+    torch.testing.assert_close(found, expected)
+    gradients, wanted = (torch.autograd.grad((x**2).sum(), tensors) for x in (found, expected))
+    torch.testing.assert_close(gradients, wanted, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("way", ["_in_parts", "_at_once"])
