@@ -1,6 +1,6 @@
 """A decode step's matrix products with plain and with reordered weights (covary/rollout/linear.py).
 
-    python benchmarks/linear.py [--rows 1,8,32,64,256] [--rounds 9] [--threads 2] [--json FILE]
+    python benchmarks/linear.py [--rows 1,2,4,8,32,64,256] [--rounds 9] [--threads 2] [--json FILE]
 
 The linear layers of a random model of SmolLM2-135M's shape, each with weights of its own, one after the other as a
 decode step does it. Plain and reordered alternate; numbers are medians. Also the time that reordering takes.
@@ -18,7 +18,7 @@ from pathlib import Path
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default="1,8,32,64,256")
+    parser.add_argument("--rows", default="1,2,4,8,32,64,256")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path)
