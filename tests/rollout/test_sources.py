@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from covary.rollout import decoding
 from covary.rollout.dataset import DatasetRollout
 from covary.rollout.mixture import MixtureRollout
 from covary.rollout.server import ServerRollout
@@ -90,7 +91,13 @@ class TestMixture:
         return both[0], both[1]
 
     @pytest.mark.parametrize("temperature", [1.0, 0.6])
-    def test_log_probs_are_those_of_the_mixture_of_the_two_distributions(self, temperature: float) -> None:
+    @pytest.mark.parametrize("copied", ["both", "the policy's", "neither"])
+    def test_log_probs_are_those_of_the_mixture_of_the_two_distributions(
+        self, temperature: float, copied: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        of_policy = 4 * len(group(0).contexts["prompt"])  # the teacher's prompt is longer
+        limit = {"both": 2 * of_policy, "the policy's": of_policy, "neither": 0}[copied]
+        monkeypatch.setattr(decoding, "_COPIED_TOKENS", limit)
         request = Request(4, source="mixed", teacher_share=0.3)
         sampling = Sampling(max_tokens=6, temperature=temperature)
         (done,) = mixture().generate([[request]], [group(0)], sampling, seed=3)
