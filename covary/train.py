@@ -7,11 +7,10 @@ prompts -> plan -> generate -> rewards (or early scores and algorithm.reward) ->
 
 from __future__ import annotations
 
-import gc
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from covary.collate import attach, attach_features, collate, rows_of, take_rows
 from covary.doctor import Doctor
 from covary.evaluate import Evaluator, errors, grade, grading_ahead
 from covary.log import RunLog, Screen, step_line, summary
+from covary.memory import memory_for_training
 from covary.metrics import Clock, is_policy_logp, rollout_metrics, sampling_kl, score_watched, update_metrics
 from covary.ops import Likelihood, fill_with_least, likelihood
 from covary.prompts import Room, Template, prompt_group
@@ -189,7 +189,7 @@ def train(run: Run, resume: checkpoints.Checkpoint | None = None, stop: Stop | N
         run.screen.say(step_line(evaluated, run.steps))
     sampler = Sampler(run.examples, run.seed, progress.position)
 
-    with run.screen.bar("training", run.steps) as bar, _whatever_is_loaded_stays():
+    with run.screen.bar("training", run.steps) as bar, memory_for_training(next(run.model.parameters()).device):
         while progress.step < run.steps and not stop.asked:
             bar(progress.step)
             complete = _Complete(deepcopy(progress), position, row, run.rollout.state())
@@ -226,17 +226,6 @@ def train(run: Run, resume: checkpoints.Checkpoint | None = None, stop: Stop | N
     for line in summary(log.first(), evaluated):
         run.screen.say(line)
     return evaluated
-
-
-@contextmanager
-def _whatever_is_loaded_stays() -> Iterator[None]:
-    """Within, Python's collector does not look at what was there before: a tenth of a small model's step."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@ the CPU's library does faster when they lie in the order in which it multiplies 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,8 @@ from torch.nn.functional import linear, pad
 
 # Rows beyond which plain products are as fast.
 _MOST_ROWS = 512
+# What the models of transformers call layers that they give the same states: with few rows, one product is faster than several.
+_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _multiply = torch.ops.mkldnn._linear_pointwise.default
 
 
@@ -29,22 +32,36 @@ def reordered_weights(models: Sequence[nn.Module], autocast: torch.dtype | None)
         models: their parameters are not touched.
         autocast: compute type of the forward passes within; None for the weights' own.
     """
-    layers = {layer: None for model in models for layer in model.modules()}  # models may share some
-    mine = [
-        layer
-        for layer in layers
-        if type(layer) is nn.Linear
-        and layer.weight.device.type == "cpu"
-        and "forward" not in layer.__dict__
-        and _is_supported(autocast or layer.weight.dtype)
-    ]
+    modules = {module: None for model in models for module in model.modules()}  # models may share some
+    products = [_Product(layers, autocast or layers[0].weight.dtype) for layers in _together(modules, autocast)]
     try:
-        for layer in mine:
-            layer.forward = _Product(layer, autocast or layer.weight.dtype)
+        for product in products:
+            for index, layer in enumerate(product.layers):
+                layer.forward = partial(product.of, index)
         yield
     finally:
-        for layer in mine:
-            layer.__dict__.pop("forward", None)
+        for product in products:
+            for layer in product.layers:
+                layer.__dict__.pop("forward", None)
+
+
+def _together(modules: Iterable[nn.Module], autocast: torch.dtype | None) -> Iterator[list[nn.Linear]]:
+    """The linear layers that this is for, those together that are given the same states."""
+    for module in modules:
+        apart = {
+            name: [layer]
+            for name, layer in module.named_children()
+            if type(layer) is nn.Linear
+            and layer.weight.device.type == "cpu"
+            and "forward" not in layer.__dict__
+            and _is_supported(autocast or layer.weight.dtype)
+        }
+        for names in _TOGETHER:
+            alike = [layer for name in names for layer in apart.get(name, [])]
+            if len(alike) == len(names) and len({(x.in_features, x.bias is None, x.weight.dtype) for x in alike}) == 1:
+                yield alike
+                apart = {name: layer for name, layer in apart.items() if name not in names}
+        yield from apart.values()
 
 
 def _is_supported(dtype: torch.dtype) -> bool:
@@ -55,18 +72,33 @@ def _is_supported(dtype: torch.dtype) -> bool:
 
 
 class _Product:
-    """x -> x @ weight.T + bias."""
+    """x -> x @ weight.T + bias, of layers that are given the same x one after the other: one product for all of them."""
 
-    def __init__(self, layer: nn.Linear, dtype: torch.dtype) -> None:
-        self.layer = layer
+    def __init__(self, layers: Sequence[nn.Linear], dtype: torch.dtype) -> None:
+        self.layers = layers
         self.dtype = dtype
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach().to(dtype))
-        self.bias = None if layer.bias is None else layer.bias.detach().to(dtype)
+        weight = torch.cat([layer.weight.detach().to(dtype) for layer in layers])
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight)
+        biases = [layer.bias.detach().to(dtype) for layer in layers if layer.bias is not None]
+        self.bias = torch.cat(biases) if biases else None
+        self.sizes = [layer.out_features for layer in layers]
+        self._given: Tensor | None = None
+        self._parts: Sequence[Tensor] = ()
+
+    def of(self, index: int, x: Tensor) -> Tensor:
+        """What the layer of this index makes of x."""
+        if x.numel() // x.shape[-1] > _MOST_ROWS:
+            return linear(x, self.layers[index].weight, self.layers[index].bias)
+        if x is not self._given:
+            self._given, self._parts = x, self(x).split(self.sizes, dim=-1)
+        part = self._parts[index]
+        if index == len(self.layers) - 1:
+            self._given, self._parts = None, ()  # no longer than it is needed
+        return part
 
     def __call__(self, x: Tensor) -> Tensor:
+        """What all of them make of x, side by side."""
         rows = x.numel() // x.shape[-1]
-        if rows > _MOST_ROWS:
-            return linear(x, self.layer.weight, self.layer.bias)
         x = x.to(self.dtype)
         if not (missing := good_rows(rows) - rows):
             return _multiply(x, self.weight, self.bias, "none", [], "")

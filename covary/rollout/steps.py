@@ -16,8 +16,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
-from covary.attention import attend_densely, to_add
+from covary.attention import to_add
 from covary.partial_attention import add_part, attend_part, mask_of, scale_to_base_2
 
 
@@ -156,8 +157,11 @@ class CopiedPrompts:
     def attend(self, cache: Cache, query: Tensor, scale: float | None, window: int | None) -> Tensor:
         """See `Step`."""
         rows, end = len(query), self.front + self.longest
-        keys, values = (x[:rows, :, :end].transpose(1, 2) for x in (cache.key, cache.value))
-        return attend_densely(query[:, None], keys, values, self._mask(query.dtype, window), scale)[:, 0]
+        keys, values = (x[:rows, :, :end] for x in (cache.key, cache.value))
+        # The heads that share keys stand where a longer sequence would have its tokens: keys are read once for all of them.
+        grouped = query.unflatten(1, (keys.shape[1], -1))  # (R, K, J, E)
+        mask = self._mask(query.dtype, window)
+        return scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale).flatten(1, 2)
 
     def _mask(self, dtype: torch.dtype, window: int | None) -> Tensor:
         """To add to attention scores, (R, 1, 1, F + T)."""

@@ -76,6 +76,7 @@ def test_rows_that_join_leave_and_move_keep_their_logits(family: str, front: int
 @pytest.mark.parametrize("front", [0, 2])
 def test_what_is_not_finite_stays_in_its_row_even_when_its_place_is_taken(front: int) -> None:
     model = random_model("llama")
+    assert decoding_of(model) == (SharedDecoding, None)
     with torch.no_grad():
         model.get_input_embeddings().weight[200] = torch.nan
     decoding = SharedDecoding(model, lambda row: row.asked.prompt, front, max_tokens=6)
