@@ -13,6 +13,7 @@ transformers is imported where it is first needed: that takes seconds, which `co
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -29,6 +30,8 @@ PACKED = "covary_packed"
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 # Mean tokens of a branch up to which products of parts are faster than a CPU's fused kernel (benchmarks/attention.py).
 _SHORT = 12
+# Queries of a sequence up to which a CPU's fused kernel is faster in float32 than in half precision, most of all backwards.
+_FEW_QUERIES = 128
 
 
 class Layout(Protocol):
@@ -271,15 +274,20 @@ def attend_densely(
 ) -> Float[Tensor, "B Q H E"]:
     """One call of a fused kernel for sequences side by side; `mask` as of `to_add`, or None for plain causal attention."""
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    out = scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scale,
-        enable_gqa=query.shape[1] > key.shape[1],
-    )
+    cast: AbstractContextManager = nullcontext()
+    if query.device.type == "cpu" and query.shape[2] <= _FEW_QUERIES and torch.is_autocast_enabled("cpu"):
+        query, key, value = (x.float() for x in (query, key, value))
+        cast = torch.autocast("cpu", enabled=False)
+    with cast:
+        out = scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask if mask is None else mask.to(query.dtype),
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=query.shape[1] > key.shape[1],
+        )
     return out.transpose(1, 2)
 
 
