@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from covary.fused import use_fused
 from covary.log import no_library_bars
 from covary.models.gguf import load_gguf_config, load_gguf_model, load_gguf_tokenizer
 from covary.models.lora import base_of, is_adapter, merge_adapter
@@ -147,6 +148,7 @@ def load_model(
             f"model.name: {name!r} transforms its logits in a way that covary does not know "
             f"(log-probs differ by {difference:.3g} nats from its projected hidden states)"
         )
+    use_fused(model)
     return model
 
 
