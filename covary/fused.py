@@ -39,6 +39,20 @@ def use_fused(model: nn.Module) -> None:
             module.forward = forward
 
 
+def norm_of(module: nn.Module) -> tuple[Tensor, float] | None:
+    """Weight and eps of a norm that `use_fused` has taken; None for other modules."""
+    forward = module.__dict__.get("forward")
+    if isinstance(forward, partial) and forward.func is _normed:
+        return forward.args[0].weight, forward.args[1]
+    return None
+
+
+def normed(x: Float[Tensor, "*B D"], weight: Float[Tensor, " D"], eps: float) -> Float[Tensor, "*B D"]:
+    """A norm of x, x / sqrt(mean of x**2 + eps) * weight over the last dimension; without gradient."""
+    exact = _exact(x)
+    return (exact * _inverse(exact, eps)).mul_(weight).to(torch.promote_types(x.dtype, weight.dtype))
+
+
 def _fused(module: nn.Module) -> tuple[Callable[[Tensor], Tensor], Tensor, int] | None:
     """A module in the form of this file, one of its weights, and the width that it reads; None for other modules."""
     weight = getattr(module, "weight", None)
@@ -66,10 +80,9 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Float[Tensor, "*B D"], weight: Float[Tensor, " D"], eps: float) -> Float[Tensor, "*B D"]:
         exact = _exact(x)
-        inverse = torch.linalg.vector_norm(exact, dim=-1, keepdim=True)
-        inverse = inverse.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        inverse = _inverse(exact, eps)
         ctx.save_for_backward(x, weight, inverse)
-        return torch.mul(exact, inverse).mul_(weight).to(torch.promote_types(x.dtype, weight.dtype))
+        return (exact * inverse).mul_(weight).to(torch.promote_types(x.dtype, weight.dtype))
 
     @staticmethod
     @once_differentiable
@@ -101,3 +114,9 @@ class _Gated(torch.autograd.Function):
 
 def _exact(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _inverse(x: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(mean of x**2 + eps), over the last dimension."""
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()

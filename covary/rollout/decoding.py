@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from covary.attention import Forest, packed_inputs, use_packed
+from covary.rollout.lean import lean
 from covary.rollout.linear import good_rows
 from covary.rollout.requests import Asked
 from covary.rollout.steps import Cache, CopiedPrompts, SharedPrompts, Step
@@ -141,10 +142,12 @@ class SharedDecoding:
         """
         self.model = model
         self.logits = torch.empty(0)
+        self._lean = lean(model)
         self._prompt = prompt
         self._front = front
         self._max_tokens = max_tokens
         self._bytes = model_bytes(model, autocast)
+        self._dtype = autocast  # what is cached in another type would be cast by every step
         self._caches: dict[nn.Module, Cache] = {}
         self._slots = 0  # rows that the caches have room for
         self._prompts: list[tuple[int, ...]] = []
@@ -211,7 +214,9 @@ class SharedDecoding:
             places = torch.tensor(self._read, device=device) + self._front
             self._newest = (torch.arange(rows, device=device), slice(None), places)
         more = (0, good_rows(rows) - rows)  # padded once, and not in every product
-        self.logits = self._forward(pad(tokens.to(device), more), pad(self._step.position, more))[:rows]
+        tokens, positions = pad(tokens.to(device), more), pad(self._step.position, more)
+        logits = self._forward(tokens, positions) if self._lean is None else self._lean(tokens, positions, self)
+        self.logits = logits[:rows]
         self._step = None
         self._read = [read + 1 for read in self._read]
 
@@ -219,6 +224,7 @@ class SharedDecoding:
         self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
     ) -> Tensor:
         """See `covary.attention.Layout.attend`."""
+        query, key, value = (x if self._dtype is None else x.to(self._dtype) for x in (query, key, value))
         if self._prefill is not None:
             forest, blocks = self._prefill
             keys, values = (forest.prompts.unpack(x).transpose(1, 2) for x in (key, value))

@@ -6,8 +6,9 @@ the CPU's library does faster when they lie in the order in which it multiplies 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -37,7 +38,7 @@ def reordered_weights(models: Sequence[nn.Module], autocast: torch.dtype | None)
     try:
         for product in products:
             for index, layer in enumerate(product.layers):
-                layer.forward = partial(product.of, index)
+                layer.forward = _Part(product, index)
         yield
     finally:
         for product in products:
@@ -99,11 +100,37 @@ class _Product:
     def __call__(self, x: Tensor) -> Tensor:
         """What all of them make of x, side by side."""
         rows = x.numel() // x.shape[-1]
+        if rows > _MOST_ROWS:
+            return _plainly(self.layers, x)
         x = x.to(self.dtype)
         if not (missing := good_rows(rows) - rows):
             return _multiply(x, self.weight, self.bias, "none", [], "")
         padded = pad(x.reshape(rows, -1), (0, 0, 0, missing))
         return _multiply(padded, self.weight, self.bias, "none", [], "")[:rows].view(*x.shape[:-1], -1)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The forward pass of one of a product's layers."""
+
+    product: _Product
+    index: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.product.of(self.index, x)
+
+
+def side_by_side(layers: Sequence[nn.Linear]) -> Callable[[Tensor], Tensor]:
+    """What layers make of the same x, in one tensor: of one product, within `reordered_weights` that made one."""
+    part = layers[0].__dict__.get("forward")
+    if isinstance(part, _Part) and list(part.product.layers) == list(layers):
+        return part.product
+    return partial(_plainly, layers)
+
+
+def _plainly(layers: Sequence[nn.Linear], x: Tensor) -> Tensor:
+    outs = [linear(x, layer.weight, layer.bias) for layer in layers]
+    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)
 
 
 def good_rows(rows: int) -> int:

@@ -16,19 +16,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from covary.fused import use_fused
 from covary.rollout import decoding as decodings
 from covary.rollout import linear
 from covary.rollout.decoding import CachedDecoding, Row, SharedDecoding, decoding_of, places_for_copies
+from covary.rollout.lean import lean
 from covary.rollout.linear import reordered_weights
 from covary.rollout.requests import Asked
 from covary.types import Example, Request
 from tests.models import FAMILIES, random_model
 
+LEAN = ("llama", "qwen2", "qwen3")  # families whose decode steps are covary's own (covary/rollout/lean.py)
+
 
 @cache
-def model_of(family: str) -> Any:
+def model_of(family: str, fused: bool = False) -> Any:
     model = random_model(family)
+    if fused:  # as `load_model` does
+        use_fused(model)
     assert decoding_of(model) == (SharedDecoding, None)
+    assert (lean(model) is not None) == (fused and family in LEAN)
     return model
 
 
@@ -41,12 +48,12 @@ def plain(model: Any, row: Row) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("front", [0, 40])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "fused"), [*((family, False) for family in FAMILIES), *((x, True) for x in LEAN)])
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=12, deadline=None)
-def test_rows_that_join_leave_and_move_keep_their_logits(family: str, front: int, seed: int) -> None:
+def test_rows_that_join_leave_and_move_keep_their_logits(family: str, fused: bool, front: int, seed: int) -> None:
     """Prompts of 1 to 40 tokens, most of them shared; the sliding window is 8."""
-    model, rng = model_of(family), random.Random(seed)
+    model, rng = model_of(family, fused), random.Random(seed)
     room, steps = 5, 8
 
     def ids(count: int) -> list[int]:
