@@ -127,6 +127,7 @@ def measure(dtype: str, rounds: int) -> dict[str, Any]:
     import torch
 
     from covary.engines.local import LocalEngine
+    from covary.memory import memory_for_training
     from covary.rollout.transformers import TransformersRollout
     from covary.types import Request, Sampling
 
@@ -153,7 +154,8 @@ def measure(dtype: str, rounds: int) -> dict[str, Any]:
         "floor": floor,
         **{name: run for name, (run, _) in products.items()},
     }
-    seconds = in_turn(work, rounds)
+    with memory_for_training(torch.device("cpu")):  # as the training loop does
+        seconds = in_turn(work, rounds)
     needed = update_operations(shape, [(PROMPT, [LENGTH] * COMPLETIONS)] * GROUPS)
     rates = {name: operations / seconds[name] for name, (_, operations) in products.items()}
     update = seconds["gradient"] + seconds["optimizer"]
@@ -192,6 +194,7 @@ def smollm2_shape() -> tuple[Any, Any, Shape]:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    from covary.fused import use_fused
     from covary.models.loading import load_tokenizer
 
     config = LlamaConfig(
@@ -205,7 +208,9 @@ def smollm2_shape() -> tuple[Any, Any, Shape]:
         tie_word_embeddings=True,
     )
     torch.manual_seed(0)
-    return LlamaForCausalLM(config).eval(), load_tokenizer("tiny"), Shape(576, 1536, 30, 9, 3, 64, 49152)
+    model = LlamaForCausalLM(config).eval()
+    use_fused(model)  # as `load_model` does
+    return model, load_tokenizer("tiny"), Shape(576, 1536, 30, 9, 3, 64, 49152)
 
 
 def update_input(draw: Any, vocabulary: int, sizes: Sequence[tuple[int, Sequence[int]]]) -> tuple[Any, Any, Any]:

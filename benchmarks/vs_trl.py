@@ -4,7 +4,8 @@
 
 Sets up an environment with TRL by itself, with the torch and transformers of this one (`--env`, default
 benchmarks/.trl). The model is SmolLM2-135M-Instruct as `scripts/fetch_smollm2.py` makes it (`--model`), and the shipped
-one. A pair is a process of TRL, one of covary's `grpo` and one of its `gvpo`, in turn forwards and backwards; each does two
+one. A pair is a process of TRL, one of covary's `grpo`, one of its `gvpo` and one of the bare matrix products of a step
+(how fast any program with this torch could be), in turn forwards and backwards; each does two
 steps to warm up (the second still takes memory that the optimizer's state took away from the first) and a few that
 count (`--steps`), at one update a rollout, and reports the medians of its own.
 
@@ -122,7 +123,8 @@ def main() -> None:
     names = [arguments.case] if arguments.case else list(CASES)
     if any(not CASES[name].tiny for name in names) and not arguments.model.is_dir():
         sys.exit(f"no folder {arguments.model}; make it with: python scripts/fetch_smollm2.py {arguments.model}")
-    pythons = {"trl": environment(arguments.env), "covary": Path(sys.executable)}
+    here = Path(sys.executable)
+    pythons = {"trl": environment(arguments.env), "covary": here, "products": here}
     for name in names:
         steps = arguments.steps or CASES[name].steps
         with tempfile.TemporaryDirectory() as folder:
@@ -252,11 +254,13 @@ class Side:
         if done.returncode:
             sys.exit(f"{' '.join(command)}\n{done.stderr[-4000:]}")
         result = json.loads(self.result.read_text())
+        if side == "covary":
+            self.settings["lengths"] = result["lengths"][-1]  # for the products that they need
         parts = "  ".join(f"{part} {statistics.median(result[part]):.3f} s" for part in PARTS)
         length = statistics.mean(n for step in result["lengths"] for n in step)
         label = "  ".join(str(settings[key]) for key in ("algorithm", "trl") if key in changes)
         print(
-            f"{self.case:20} {side:6} {parts}  {result['memory']:.0f} MiB  mean length {length:.1f}  {label}",
+            f"{self.case:20} {side:8} {parts}  {result['memory']:.0f} MiB  mean length {length:.1f}  {label}",
             flush=True,
         )
         if result["prompt_ids"] != settings["prompt_ids"]:
@@ -266,12 +270,12 @@ class Side:
 
 def pairs(measure: Callable[..., dict[str, Any]], count: int) -> dict[str, list[dict[str, Any]]]:
     """Results by side. The order turns around from pair to pair, so that a drift of the machine falls on all."""
-    sides = ["trl", *ALGORITHMS]
+    sides = ["trl", "grpo", "products", "gvpo"]
     results: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     for pair in range(count):
         for side in sides if pair % 2 == 0 else reversed(sides):
-            algorithm = {} if side == "trl" else {"algorithm": ALGORITHMS[side]}
-            results[side].append(measure("covary" if algorithm else "trl", seed=pair, **algorithm))
+            algorithm = {"algorithm": ALGORITHMS[side]} if side in ALGORITHMS else {}
+            results[side].append(measure("covary" if algorithm else side, seed=pair, **algorithm))
     return results
 
 
@@ -290,6 +294,7 @@ def compare(case: Case, results: dict[str, list[dict[str, Any]]]) -> dict[str, A
     return {
         **ratios_of(theirs, results["grpo"]),
         "gvpo": ratios_of(theirs, results["gvpo"]),
+        "products": ratios_of(theirs, results["products"]),
         "pairs": len(theirs),
         "sides": {side: numbers(of_side) for side, of_side in results.items()},
     }
@@ -392,13 +397,14 @@ def page(results: dict[str, dict[str, Any]]) -> str:
         "Written by `python benchmarks/vs_trl.py --json benchmarks/results/vs_trl.json`, with the options below for each case;",
         "its docstring says what is run. Times in seconds, medians over pairs; a time's ratio is TRL's over ours, memory's ours",
         "over TRL's. TRL reads all rows in one pass and keeps its activations (its default computes them again, for less memory",
-        "and more time); covary reads as many tokens a pass as `engine.micro_batch_tokens` says.",
+        "and more time); covary reads as many tokens a pass as `engine.micro_batch_tokens` says. `products` are the matrix",
+        "products of a step alone (`vs_trl_side.py`): its ratio is what no program with this torch exceeds.",
         "",
         "| case | side | step | rollout | update | peak MiB | mean length | step ratio (range) | rollout | update | memory |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, result in results.items():
-        compared = {"trl": None, "grpo": result, "gvpo": result["gvpo"]}
+        compared = {"trl": None, "grpo": result, "gvpo": result["gvpo"], "products": result.get("products")}
         for side, found in result["sides"].items():
             cells = [f"{found[f'{part}_s']['median']:.3g}" for part in PARTS]
             cells += [f"{found['peak_mib']['median']}", f"{found['mean_length']}"]
@@ -409,6 +415,8 @@ def page(results: dict[str, dict[str, Any]]) -> str:
                 low, high = ratio["step_ratio_range"]
                 cells.append(f"{ratio['step_ratio']:.2f} ({low:.2f}-{high:.2f})")
                 cells += [f"{ratio[f'{part}_ratio']:.2f}" for part in ("rollout", "update", "memory")]
+            if side == "products":
+                cells[3] = cells[-1] = ""  # its memory means nothing
             lines.append(f"| {name} | {side} | " + " | ".join(cells) + " |")
     half = {
         (name, side): found

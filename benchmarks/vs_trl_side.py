@@ -1,6 +1,6 @@
 """One side of a pair of `vs_trl.py`: a few steps of on-policy GRPO, alone in its process.
 
-    python benchmarks/vs_trl_side.py trl|covary SETTINGS.json RESULT.json
+    python benchmarks/vs_trl_side.py trl|covary|products SETTINGS.json RESULT.json
 
 The two sides run in environments of their own and share this file alone: the same settings, prompts and reward, and the
 same meaning of each number. Seconds of a step, warm-up left out:
@@ -9,6 +9,9 @@ same meaning of each number. Seconds of a step, warm-up left out:
 * rollout: prompts encoded, completions sampled and decoded (TRL's `_generate`; covary's `time/rollout`);
 * update: loss, gradient, clip, optimizer, and for covary the scores before them. What TRL computes between rewards and
   the loss is in neither of its parts, which is in its favour.
+
+A third, `products`, is no program: the matrix products alone that a step of covary's lengths needs, as this torch computes
+them fastest (`products_side`).
 
 Peak memory is the largest resident set of the whole process, imports and loading included.
 """
@@ -109,6 +112,80 @@ def covary_side(settings: dict[str, Any]) -> dict[str, Any]:
         )
         result |= error(torch.cat(half), torch.cat(full))  # pyright: ignore[reportArgumentType]
     return result
+
+
+def products_side(settings: dict[str, Any]) -> dict[str, Any]:
+    """Every product of a step with the model's own weights, and nothing else: what no program with this torch goes below.
+
+    Rollout: prompts once, then every decode step with the rows that are left, weights reordered. Update: all packed tokens
+    in one pass, forwards, and backwards to states and weights; the output projection where tokens are scored.
+    """
+    import torch
+    from torch import nn
+    from torch.nn.functional import linear
+
+    from covary.memory import memory_for_training
+    from covary.models.loading import load_model
+    from covary.rollout.linear import good_rows, reordered_weights
+
+    torch.set_num_threads(settings["threads"])
+    model: Any = load_model(settings["model"])
+    dtype = torch.bfloat16 if settings["bf16"] else torch.float32
+    head = model.get_output_embeddings()
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear) and module is not head]
+    lengths, prompts = settings["lengths"], settings["prompt_ids"]
+    left = [sum(length > t for length in lengths) for t in range(1, max(lengths))]  # rows that read one more token
+    packed = sum(map(len, prompts)) + sum(length - 1 for length in lengths)
+
+    widths = {layer.in_features for layer in layers}
+    halves = {layer: layer.weight.detach().to(dtype) for layer in [*layers, head]}
+
+    def states(rows: int) -> dict[int, torch.Tensor]:
+        return {width: torch.randn(rows, width).to(dtype) for width in widths}
+
+    def multiply(rows: int) -> None:
+        given = states(good_rows(rows))
+        for layer in layers:
+            layer(given[layer.in_features])
+
+    def rollout() -> float:
+        given, begun = states(sum(map(len, prompts))), time.perf_counter()
+        for layer in layers:
+            linear(given[layer.in_features], halves[layer])
+        seconds = time.perf_counter() - begun
+        with reordered_weights([model], None if dtype == torch.float32 else dtype):
+            begun = time.perf_counter()  # copies of weights are no products
+            head(states(good_rows(len(prompts)))[head.in_features])
+            for rows in left:
+                multiply(rows)
+                head(states(good_rows(rows))[head.in_features])
+            return seconds + time.perf_counter() - begun
+
+    def update() -> float:
+        seconds = 0.0
+        for layer in [*layers, head]:
+            rows, weight = sum(lengths) if layer is head else packed, halves[layer]
+            x, begun = states(rows)[layer.in_features], time.perf_counter()
+            for columns in weight.split(max(1, 2**23 // rows)):
+                out = x @ columns.t()
+                _ = out @ columns
+                _ = out.t() @ x
+            seconds += time.perf_counter() - begun
+        return seconds
+
+    result: dict[str, list[float]] = {"step": [], "rollout": [], "update": []}
+    with torch.no_grad(), memory_for_training(torch.device("cpu")):
+        for _ in range(settings["warm_up"] + settings["steps"]):
+            for part, seconds in (("rollout", rollout()), ("update", update())):
+                result[part].append(seconds)
+            result["step"].append(result["rollout"][-1] + result["update"][-1])
+    return {
+        **{part: seconds[settings["warm_up"] :] for part, seconds in result.items()},
+        "memory": peak_mib(),
+        "lengths": [lengths],
+        "prompt_ids": prompts,
+        "versions": {"torch": torch.__version__},
+    }
 
 
 def trl_side(settings: dict[str, Any]) -> dict[str, Any]:
@@ -244,7 +321,7 @@ def peak_mib() -> float:
 
 def main() -> None:
     side, settings, result = sys.argv[1:]
-    run = {"trl": trl_side, "covary": covary_side}[side]
+    run = {"trl": trl_side, "covary": covary_side, "products": products_side}[side]
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     Path(result).write_text(json.dumps(run(json.loads(Path(settings).read_text()))))
 

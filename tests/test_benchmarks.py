@@ -141,6 +141,7 @@ def results() -> dict[str, list[dict[str, Any]]]:
     return {
         "trl": [side([9.0, 10.0, 50.0], 1000, [4, 4]), side([12.0], 1100, [4, 4]), side([30.0], 900, [4, 4])],
         "grpo": [side([2.0], 300, [4, 4]), side([2.0], 330, [4, 4]), side([3.0], 450, [4, 4])],
+        "products": [side([1.0], 1, [4, 4]), side([1.5], 1, [4, 4]), side([2.0], 1, [4, 4])],
         "gvpo": [side([5.0], 500, [4, 4]), side([4.0], 550, [4, 4]), side([5.0], 450, [4, 4])],
     }
 
@@ -166,10 +167,11 @@ def test_pairs_turn_around() -> None:
         return {"number": len(asked)}
 
     found = vs_trl.pairs(measure, 2)
-    forwards = [("trl", None, 0), ("covary", "grpo", 0), ("covary", "gvpo", 0)]
+    forwards = [("trl", None, 0), ("covary", "grpo", 0), ("products", None, 0), ("covary", "gvpo", 0)]
     assert asked == [*forwards, *((program, label, 1) for program, label, _ in reversed(forwards))]
     assert found == {
-        name: [{"number": a}, {"number": b}] for name, a, b in (("trl", 1, 6), ("grpo", 2, 5), ("gvpo", 3, 4))
+        name: [{"number": a}, {"number": b}]
+        for name, a, b in (("trl", 1, 8), ("grpo", 2, 7), ("products", 3, 6), ("gvpo", 4, 5))
     }
 
 
@@ -199,6 +201,7 @@ def test_results_are_recorded_case_by_case_with_a_page(tmp_path: Path) -> None:
     text = file.with_suffix(".md").read_text()
     assert text.index("| smollm2_full | trl | 12 |") < text.index("| tiny | trl | 12 |")
     assert "| tiny | grpo | 2 | 1 | 1 | 330 | 4 | 6.00 (5.00-10.00) | 6.00 | 6.00 | 0.30 |" in text
+    assert "| tiny | products | 1.5 | 0.75 | 0.75 |  | 4 | 10.00 (8.00-15.00) | 10.00 | 10.00 |  |" in text
     assert "| tiny | gvpo | 0.2500 | 1.500 |" in text
     assert "`--case smollm2_full --pairs 3 --steps 1 --threads 2`, micro-batches of 1024 tokens" in text
 
@@ -248,6 +251,28 @@ def test_covarys_side(tmp_path: Path, algorithm: str) -> None:
         assert rollout + update < total
     assert 0 < found["logp_error_mean"] <= found["logp_error_max"] < 1
     assert found["memory"] > 100
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_the_products_of_a_step_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bf16: bool) -> None:
+    """Of three completions of 1, 3 and 2 tokens: two rows read a second token, one a third."""
+    save_random_model(tmp_path / "model")
+    rows: list[tuple[int, ...]] = []
+    multiply = torch.ops.mkldnn._linear_pointwise.default
+
+    def watched(x: torch.Tensor, *others: Any) -> torch.Tensor:
+        rows.append(tuple(x.shape))
+        return multiply(x, *others)
+
+    monkeypatch.setattr("covary.rollout.linear._multiply", watched)
+    settings = {"model": str(tmp_path / "model"), "bf16": bf16, "warm_up": 1, "steps": 2, "threads": 1}
+    found = vs_trl_side.products_side(settings | {"lengths": [1, 3, 2], "prompt_ids": [[1, 2, 3], [4, 5]]})
+    assert [len(found[part]) for part in vs_trl.PARTS] == [2, 2, 2]
+    assert all(value > 0 for part in vs_trl.PARTS for value in found[part])
+    assert found["step"] == [a + b for a, b in zip(found["rollout"], found["update"], strict=True)]
+    if rows:  # where the CPU has such products; 2 layers of 4 products each and the projection, two decode steps
+        assert len(rows) == 3 * (1 + 2 * (2 * 4 + 1))
+        assert [x for x, _ in rows[:19]] == [2] * 10 + [1] * 9
 
 
 def test_the_reward_reads_text_and_chat() -> None:

@@ -42,7 +42,7 @@ class Row:
     """A completion in the making."""
 
     asked: Asked
-    draw: np.random.Generator
+    draw: np.random.PCG64
     tokens: list[int] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
     finish: Finish | None = None
@@ -409,8 +409,7 @@ def _difference(model: PreTrainedModel) -> float:
 
     prompts, steps = [ids(5), ids(3)], 3
     rows = [
-        Row(Asked(Example("", ""), {"prompt": prompts[tree]}, Request(1), 0), np.random.default_rng(0))
-        for tree in (0, 1, 0)
+        Row(Asked(Example("", ""), {"prompt": prompts[tree]}, Request(1), 0), np.random.PCG64(0)) for tree in (0, 1, 0)
     ]
     for row in rows:
         row.tokens += ids(steps)

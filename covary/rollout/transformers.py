@@ -102,7 +102,7 @@ class TransformersRollout:
         if not sampling.temperature > 0 and not all(row.greedy for row in asked):
             raise ValueError(f"temperature is {sampling.temperature}, sampling needs one above 0")
         check_lengths(asked, sampling.max_tokens, self._config)
-        rows = [Row(row, np.random.Generator(np.random.PCG64(row.seed))) for row in asked]
+        rows = [Row(row, np.random.PCG64(row.seed)) for row in asked]
         # no_grad, not inference_mode: tensors that the model keeps from a pass must stay fit for training.
         # One autocast around all passes: its cache then casts the weights once.
         with (
@@ -199,7 +199,7 @@ class TransformersRollout:
         device = logits.device
         greedy = torch.tensor([row.asked.greedy for row in rows], device=device)
         temperature = torch.where(greedy, 1.0, self._temperature(sampling))
-        uniforms = torch.tensor([row.draw.random() for row in rows], dtype=torch.float64, device=device)
+        uniforms = torch.tensor([_uniform(row.draw) for row in rows], dtype=torch.float64, device=device)
         tokens, logps = sample_tokens(logits.float(), temperature, greedy, uniforms)
         for row, token, logp in zip(rows, tokens.tolist(), logps.tolist(), strict=True):
             if row.finish is None:
@@ -251,6 +251,11 @@ class TransformersRollout:
             weights_version=self.weights_version,
             greedy=row.asked.greedy,
         )
+
+
+def _uniform(draw: np.random.PCG64) -> float:
+    """What a numpy Generator makes of these bits; to build one for every row takes as long as to seed it."""
+    return (draw.random_raw() >> 11) * 2.0**-53
 
 
 def _without_gaps(alive: list[int]) -> list[int]:

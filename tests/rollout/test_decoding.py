@@ -40,7 +40,7 @@ def model_of(family: str, fused: bool = False) -> Any:
 
 
 def new_row(prompt: list[int]) -> Row:
-    return Row(Asked(Example("", ""), {"prompt": tuple(prompt)}, Request(1), 0), np.random.default_rng(0))
+    return Row(Asked(Example("", ""), {"prompt": tuple(prompt)}, Request(1), 0), np.random.PCG64(0))
 
 
 def plain(model: Any, row: Row) -> torch.Tensor:
