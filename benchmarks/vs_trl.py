@@ -79,7 +79,7 @@ class Case:
         ends: tokens that end a completion beside `NEVER`; SmolLM2 only.
         length: tokens that every completion must have; None: as they come.
         trl_rows: rows that TRL reads in one pass.
-        micro_batch_tokens: covary's; the default takes a tenth less time for SmolLM2's full case, and a fifth more memory.
+        micro_batch_tokens: covary's; 2048 takes a twentieth less time for SmolLM2's full case, and a sixth more memory.
     """
 
     tiny: bool = False
@@ -102,10 +102,10 @@ class Case:
 
 CASES = {
     "smollm2_full": Case(length=48),
-    "smollm2_ragged": Case(ends=[FREQUENT]),
+    "smollm2_ragged": Case(ends=[FREQUENT], micro_batch_tokens=2048),
     "tiny": Case(tiny=True, max_tokens=16, lr=1e-4, steps=10, trl_rows=512, micro_batch_tokens=8192),
     "smollm2_full_bf16": Case(length=48, bf16=True),
-    "smollm2_ragged_bf16": Case(ends=[FREQUENT], bf16=True),
+    "smollm2_ragged_bf16": Case(ends=[FREQUENT], bf16=True, micro_batch_tokens=2048),
 }
 
 
