@@ -198,7 +198,9 @@ class Forest:
         prompts, outs = [self.prompts.unpack(x) for x in of_prompts[1:]], []
         for bunch, (branches, rows) in enumerate(zip(self.branches.blocks, self.branches.rows, strict=True)):
             query, *own = (branches.unpack(x) for x in of_branches)
-            keys, values = (torch.cat([x[self.tree[rows]], y], dim=1) for x, y in zip(prompts, own, strict=True))
+            keys, values = (
+                torch.cat([x.index_select(0, self.tree[rows]), y], dim=1) for x, y in zip(prompts, own, strict=True)
+            )
             outs.append(attend_densely(query, keys, values, self._branch_mask(bunch, query.dtype, window), scale))
         return self.branches.pack(outs)
 

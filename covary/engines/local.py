@@ -79,6 +79,10 @@ class LocalEngine:
         self.max_grad_norm = max_grad_norm
         self.gradient_checkpointing = gradient_checkpointing
         model.eval()
+        if _is_tied(model) and self.device.type == "cpu":
+            # The projection's gradient has a row for every token anyway: the embedding adds those that were read to it,
+            # and does not fill a second table with zeros.
+            model.get_input_embeddings().sparse = True  # pyright: ignore[reportCallIssue]
         if gradient_checkpointing:
             _remove_dropout(model)
             # Its name before transformers 5.24 was another.
@@ -323,6 +327,11 @@ class _Live:
 def _finite_rows(scores: Scores) -> list[bool]:
     finite = torch.stack([value.detach().isfinite().reshape(len(value), -1).all(-1) for value in scores.values()])
     return finite.all(0).tolist()
+
+
+def _is_tied(model: nn.Module) -> bool:
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # pyright: ignore[reportCallIssue]
+    return isinstance(embedding, nn.Embedding) and embedding.weight is getattr(head, "weight", None)
 
 
 def _remove_dropout(model: nn.Module) -> None:

@@ -215,8 +215,7 @@ class SharedDecoding:
             self._newest = (torch.arange(rows, device=device), slice(None), places)
         more = (0, good_rows(rows) - rows)  # padded once, and not in every product
         tokens, positions = pad(tokens.to(device), more), pad(self._step.position, more)
-        logits = self._forward(tokens, positions) if self._lean is None else self._lean(tokens, positions, self)
-        self.logits = logits[:rows]
+        self.logits = self._forward(tokens, positions)[:rows]
         self._step = None
         self._read = [read + 1 for read in self._read]
 
@@ -256,7 +255,7 @@ class SharedDecoding:
             ends = self._prefill[0].prompts.lengths.cumsum(0) - 1
             tokens = torch.tensor([token for prompt in part for token in prompt], device=device)
             positions = torch.tensor([i for length in lengths for i in range(length)], device=device)
-            after.append(self._forward(tokens, positions, logits_to_keep=ends))
+            after.append(self._forward(tokens, positions, ends))
         self._prefill = None
         if after:
             self._after = torch.cat(after)
@@ -289,9 +288,12 @@ class SharedDecoding:
                 block[:, :, :width][index] for block in (cache.prompt_key, cache.prompt_value)
             )
 
-    def _forward(self, tokens: Tensor, positions: Tensor, **more: Tensor) -> Tensor:
+    def _forward(self, tokens: Tensor, positions: Tensor, wanted: Tensor | None = None) -> Tensor:
+        """Logits after all tokens, or after those wanted."""
+        if self._lean is not None:
+            return self._lean(tokens, positions, self, slice(None) if wanted is None else wanted)
         inputs = packed_inputs(tokens, positions, self.model.device)
-        return self.model(**inputs, layout=self, **more).logits[0]
+        return self.model(**inputs, layout=self, logits_to_keep=0 if wanted is None else wanted).logits[0]
 
 
 def _parts(prompts: Sequence[tuple[int, ...]], limit: int) -> Iterator[list[tuple[int, ...]]]:

@@ -60,15 +60,21 @@ class Lean:
         self.norm = norm_of(base.norm)
         self.head = side_by_side([model.get_output_embeddings()])
 
-    def __call__(self, tokens: Int[Tensor, " N"], positions: Int[Tensor, " N"], layout: Layout) -> Float[Tensor, "N V"]:
-        """Next-token logits after every token."""
+    def __call__(
+        self,
+        tokens: Int[Tensor, " N"],
+        positions: Int[Tensor, " N"],
+        layout: Layout,
+        wanted: Int[Tensor, " n"] | slice = slice(None),
+    ) -> Float[Tensor, "n V"]:
+        """Next-token logits after the wanted tokens."""
         x = self.embed(tokens)
         cos, sin = (part[0, :, None] for part in self.rotary(x[None], positions[None]))  # (N, 1, E)
         before, after = sin.chunk(2, dim=-1)
         sin = torch.cat([-before, after], dim=-1)  # of the other half of a head, with its sign
         for layer in self.layers:
             x = layer(x, cos, sin, layout)
-        return self.head(normed(x, *self.norm))
+        return self.head(normed(x[wanted], *self.norm))
 
 
 class _Layer:

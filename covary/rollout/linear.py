@@ -78,10 +78,10 @@ class _Product:
     def __init__(self, layers: Sequence[nn.Linear], dtype: torch.dtype) -> None:
         self.layers = layers
         self.dtype = dtype
-        weight = torch.cat([layer.weight.detach().to(dtype) for layer in layers])
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight)
+        weights = [layer.weight.detach().to(dtype) for layer in layers]
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(_joined(weights))
         biases = [layer.bias.detach().to(dtype) for layer in layers if layer.bias is not None]
-        self.bias = torch.cat(biases) if biases else None
+        self.bias = _joined(biases) if biases else None
         self.sizes = [layer.out_features for layer in layers]
         self._given: Tensor | None = None
         self._parts: Sequence[Tensor] = ()
@@ -129,8 +129,11 @@ def side_by_side(layers: Sequence[nn.Linear]) -> Callable[[Tensor], Tensor]:
 
 
 def _plainly(layers: Sequence[nn.Linear], x: Tensor) -> Tensor:
-    outs = [linear(x, layer.weight, layer.bias) for layer in layers]
-    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)
+    return _joined([linear(x, layer.weight, layer.bias) for layer in layers], dim=-1)
+
+
+def _joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
 def good_rows(rows: int) -> int:

@@ -17,7 +17,7 @@ from covary.collate import attach, attach_features, collate, take_rows
 from covary.engines.local import LocalEngine
 from covary.scoring.chunked import project
 from covary.types import Completion, Example, Group, Score, Stream
-from tests.models import random_llama
+from tests.models import random_llama, random_model
 
 SMALL = {"vocab_size": 50, "num_hidden_layers": 2}
 
@@ -209,6 +209,25 @@ def test_gradient_does_not_depend_on_micro_batches(name):
         assert loss == pytest.approx(losses[0], abs=1e-6)
     # At the old parameters: pass 1 is skipped because the frozen scores are the live ones.
     assert float((gradients[5] - gradients[4]).norm() / gradients[4].norm()) < 1e-5
+
+
+@pytest.mark.parametrize("limit", [30, 8192])
+@pytest.mark.parametrize("entropy", [0.0, 0.1])
+def test_the_gradient_of_a_tied_table_is_whole_and_dense(limit, entropy):
+    model = qwen2()
+    engines = [LocalEngine(each, micro_batch_tokens=limit) for each in (model, deepcopy(model))]
+    assert [engine.model.get_input_embeddings().sparse for engine in engines] == [True, True]
+    engines[1].model.get_input_embeddings().sparse = False
+    groups, algorithm = make_groups(), GRPO(kl_coef=0.0, entropy_coef=entropy)
+    for engine in engines:
+        engine.forward_backward(groups, prepared(engine, groups, algorithm), algorithm)
+    table, plain = (engine.model.get_input_embeddings().weight.grad for engine in engines)
+    assert table.layout == torch.strided
+    torch.testing.assert_close(table, plain, atol=1e-7, rtol=1e-6)
+    read = sorted({token for group in groups for token in group.contexts["prompt"]})
+    assert plain[read].abs().sum(-1).min() > 0
+    assert engines[0].step(1e-3) == pytest.approx(engines[1].step(1e-3), rel=1e-6)
+    assert not LocalEngine(random_model("qwen2")).model.get_input_embeddings().sparse  # two tables
 
 
 def test_a_group_split_without_the_two_pass_path_would_be_wrong():
