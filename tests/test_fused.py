@@ -46,6 +46,23 @@ def test_a_model_keeps_its_logits_and_gradients(family: str) -> None:
         assert (gradient - of_plain[name]).norm() <= 1e-5 * of_plain[name].norm(), name
 
 
+def test_a_copy_of_a_model_computes_with_its_own_weights() -> None:
+    model = random_model("llama")
+    use_fused(model)
+    ids = torch.arange(9)[None]
+    copied = deepcopy(model)
+    before = model(input_ids=ids).logits
+    with torch.no_grad():
+        for module in copied.modules():
+            if type(module).__name__ in ("LlamaRMSNorm", "LlamaMLP"):
+                for parameter in module.parameters():
+                    parameter.mul_(1.5)
+    torch.testing.assert_close(model(input_ids=ids).logits, before, atol=0, rtol=0)
+    plain = random_model("llama")
+    plain.load_state_dict(copied.state_dict())
+    torch.testing.assert_close(copied(input_ids=ids).logits, plain(input_ids=ids).logits, atol=1e-5, rtol=1e-5)
+
+
 def test_derivatives_by_finite_differences() -> None:
     torch.manual_seed(0)
     x, weight = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 5), (5,)))

@@ -79,10 +79,11 @@ class LocalEngine:
         self.max_grad_norm = max_grad_norm
         self.gradient_checkpointing = gradient_checkpointing
         model.eval()
-        if _is_tied(model) and self.device.type == "cpu":
+        embedding = model.get_input_embeddings()  # pyright: ignore[reportCallIssue]
+        if _is_tied(model) and self.device.type == "cpu" and len(embedding.weight) > micro_batch_tokens:
             # The projection's gradient has a row for every token anyway: the embedding adds those that were read to it,
             # and does not fill a second table with zeros.
-            model.get_input_embeddings().sparse = True  # pyright: ignore[reportCallIssue]
+            embedding.sparse = True
         if gradient_checkpointing:
             _remove_dropout(model)
             # Its name before transformers 5.24 was another.

@@ -123,6 +123,8 @@ def _layer_has_shape(layer: Any) -> bool:
     children = dict(layer.named_children())
     if children.keys() != _LAYER:
         return False
+    if not all(hasattr(children["self_attn"], name) for name in ("head_dim", "scaling")):
+        return False
     attention, mlp = (dict(children[name].named_children()) for name in ("self_attn", "mlp"))
     if attention.keys() not in (_ATTENTION, _ATTENTION | _HEAD_NORMS) or mlp.keys() != _MLP:
         return False
