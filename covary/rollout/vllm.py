@@ -32,7 +32,8 @@ _ROUNDING = 1e-2  # a log-prob computed in 16 bits may lie above 0
 # may use all of it; later ones a multiple of what the first one found, which rounding does not reach and stale weights do.
 _LIMIT = {None: 0.01, torch.bfloat16: 0.1}
 _GROWTH = 10.0
-_LEAST = 2e-4  # an adapter merged into the weights rounds otherwise than beside them
+_LEAST = 5e-5
+_LEAST_OF_MERGED = 2e-4  # an adapter merged into the weights rounds otherwise than beside them
 _MOVED = 1e-5  # nats; an update that moves the text less is none that could be looked for
 
 
@@ -274,7 +275,8 @@ class VllmRollout:
     def _limit(self) -> float:
         """The mean difference, in nats a token, that passes for rounding."""
         limit = _LIMIT[self.autocast]
-        return limit if self._noise is None else min(limit, max(_LEAST, _GROWTH * self._noise))
+        least = _LEAST_OF_MERGED if hasattr(self.model, "peft_config") else _LEAST
+        return limit if self._noise is None else min(limit, max(least, _GROWTH * self._noise))
 
     def _reading(self) -> Job:
         """Reads the probe."""
