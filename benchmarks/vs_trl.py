@@ -398,7 +398,7 @@ def page(results: dict[str, dict[str, Any]]) -> str:
         "its docstring says what is run. Times in seconds, medians over pairs; a time's ratio is TRL's over ours, memory's ours",
         "over TRL's. TRL reads all rows in one pass and keeps its activations (its default computes them again, for less memory",
         "and more time); covary reads as many tokens a pass as `engine.micro_batch_tokens` says. `products` are the matrix",
-        "products of a step alone (`vs_trl_side.py`): its ratio is what no program with this torch exceeds.",
+        "products of a step alone (`vs_trl_side.py`): its ratio is what no program exceeds that reads as few tokens with this torch.",
         "",
         "| case | side | step | rollout | update | peak MiB | mean length | step ratio (range) | rollout | update | memory |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
