@@ -22,9 +22,9 @@ def memory_for_training(device: torch.device) -> Iterator[None]:
 
     * Python's collector passes over what was loaded: a tenth of a small model's step.
     * On a CPU, what tensors free is kept for the tensors of the next pass. The GNU C library returns large blocks to the
-      system, which fills every page with zeros when it is touched again: a quarter of the update of a model of 135
-      million parameters (benchmarks/allocator.py). The process holds its largest size until the loop ends; elsewhere
-      than under that library this does nothing.
+      system, which fills every page with zeros when it is touched again: 4 % of an update of SmolLM2-135M
+      (benchmarks/allocator.py), more in a run's first steps. The process holds its largest size until the loop ends;
+      elsewhere than under that library this does nothing.
     """
     gc.collect()
     gc.freeze()
