@@ -117,6 +117,28 @@ def test_a_norm_of_another_kind_is_left_alone() -> None:
     assert ["forward" in module.__dict__ for module in model] == [False, False, True]
 
 
+class GatedRMSNorm(LlamaRMSNorm):
+    """Of the same parts, and the same numbers as long as nobody gives it a gate, as Mamba's."""
+
+    def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        normed = super().forward(hidden_states)
+        return normed if gate is None else normed * gate
+
+
+class PairRMSNorm(LlamaRMSNorm):
+    """One that cannot be called with states alone."""
+
+    def forward(self, hidden_states: torch.Tensor, other: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().forward(hidden_states) + other
+
+
+def test_a_norm_that_reads_more_than_its_states_is_left_alone() -> None:
+    model = nn.ModuleList([GatedRMSNorm(4), PairRMSNorm(4)])
+    use_fused(model)
+    assert fused(model) == set()
+    torch.testing.assert_close(model[0](torch.ones(2, 4), torch.zeros(2, 4)), torch.zeros(2, 4))
+
+
 def test_a_row_that_is_not_finite_stays_alone() -> None:
     x, weight = torch.randn(3, 4), torch.ones(4)
     x[1, 2] = torch.nan
